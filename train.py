@@ -27,7 +27,7 @@ from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from hessian import StepHook
 from lifecycle import guards
 from lifecycle.resume import find_origin, finetunes, pretrained_model
-from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, open_log, save
+from lifecycle.run import abort, build_buckets, check_step, close_run, log_metrics, not_finite, open_log, save
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from runtime import checkpoint, optim
@@ -228,7 +228,7 @@ class Run:
     log: Any = None
     stops: Any = None
     about: dict = field(default_factory=dict)  # what checkpoints say of the run: model_args, data, tokenizer, code, …
-    fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
+    fresh: Any = None  # until the first update, what guards.check_first_update compares with
     saved: bool = True  # whether the latest checkpoint that was due has been saved
 
 
@@ -294,7 +294,7 @@ def begin(c):
     run.about = dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
                      code=origin.code, model_seed=origin.seed)
     if not c.eval_only:
-        run.fresh = make_optimizer(c, model)
+        run.fresh = make_optimizer(c, model), set(model.state_dict())
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          run.state.iter)
     with world.exit_together():
@@ -442,7 +442,7 @@ def main(argv):
 def train(c):
     """Train as the `Config` says."""
     run, loader = begin(c)
-    world, state, log, stops = run.world, run.state, run.log, run.stops
+    world, state, stops = run.world, run.state, run.stops
     speed = Speed(flops_per_token(run.raw_model), world)
     if c.eval_only:
         evaluate_and_save(run)
@@ -465,7 +465,6 @@ def train(c):
         sequences = next(loader)
         step = train_step(run, sequences, state.iter)
         check_step(run, step)
-        guards.check_first_update(run, step)
         logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
         if logs or world.size > 1:
             devices.synchronize(world.device)  # what follows would wait for the update, and is not timed
@@ -473,8 +472,7 @@ def train(c):
         speed.add(seconds, step.tokens, step.estimated)
         if logs:
             metrics = {**metrics_of(run, step, lr), **speed.metrics()}
-            log.record(state, log.progress_line(state.iter, metrics), metrics)
-            guards.warn_of_runaway(run, metrics)
+            log_metrics(run, metrics)
         state.iter += 1
         state.tokens += step.tokens
         state.seconds += seconds

@@ -1,7 +1,8 @@
-"""What ends a run, in one line, before it trains something else or loses work; and the warning of a runaway."""
+"""Checks that end a run before it loses work, each with one line, and advice on γ."""
 
 import math
 
+from optimizers import row
 from runtime import optimizer_state
 from runtime.checkpoint import parameter_names
 from runtime.files import one_line
@@ -26,11 +27,20 @@ def check_parameters(optimizer, model):
                          'or freeze it with requires_grad_(False)')
 
 
-def check_first_update(run, step):
-    """After the first update, stop the run where no checkpoint would bring back the optimizer's state."""
-    if run.fresh is not None and not step.problem:
-        check_round_trip(run.world, run.raw_model, run.optimizer, run.fresh)
-        run.fresh = None  # frees its state
+def check_first_update(run):
+    """Stop the run, after its first update, unless a checkpoint would bring back the optimizer's state and the model's
+    buffers. `run.fresh` holds an optimizer without a state and the names of the weights and buffers before the first
+    step; None afterwards."""
+    if run.fresh is None:
+        return
+    optimizer, names = run.fresh
+    with run.world.exit_together():
+        if differing := sorted(names ^ set(run.raw_model.state_dict())):
+            raise SystemExit(f"{differing[0]}: the model's state_dict has it only before or only after the first step, "
+                             'so that the run could not be resumed; register it in the constructor, or with '
+                             'persistent=False')
+    check_round_trip(run.world, run.raw_model, run.optimizer, optimizer)
+    run.fresh = None  # frees its state
 
 
 def check_round_trip(world, model, optimizer, fresh):
@@ -54,6 +64,20 @@ def check_round_trip(world, model, optimizer, fresh):
                              'and `param_groups`, and optimizers inside it as parts of a CombinedOptimizer')
 
 
+def advise(run, metrics):
+    """Print once in which direction γ should change, after the warm-up and the first estimates of h.
+
+    metrics: the dict of a logged step.
+    """
+    c, unclipped = run.config, metrics.get('update_unclipped', 0.5)
+    started = c.hessian_interval / (1 - c.beta2)
+    if not 0.01 <= unclipped <= 0.9 and run.state.iter >= max(c.warmup_iters, started) and not run.log.advised:
+        run.log.advised = True
+        direction = 'raise' if unclipped < 0.5 else 'lower'
+        run.log.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {direction} --gamma until '
+                      'update_unclipped is between 0.1 and 0.5')
+
+
 def warn_of_runaway(run, metrics):
     """Print a warning when Sophia's h runs away (records/sharpening): when ‖h‖, corrected for its start at 0, is
     RUNAWAY times its lowest value since a tenth of the run, which `state.lowest_hessian_norm` keeps.
@@ -67,8 +91,8 @@ def warn_of_runaway(run, metrics):
     norm = metrics['hessian_norm'] / (1 - c.beta2 ** (state.iter // c.hessian_interval + 1))
     if norm > RUNAWAY * state.lowest_hessian_norm:
         growth = norm / state.lowest_hessian_norm
+        clips = 'hessian_clip' in row(c.optimizer_name).settings and not c.hessian_clip
         run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; begin again with '
-                      '--optimizer_name=sophiag_clipped, or, also at an earlier checkpoint, with a lower --gamma or '
-                      '--learning_rate, see docs/troubleshooting.md')
+                      f'{"--hessian_clip=1.0 or " * clips}a lower --gamma or --learning_rate, see docs/running.md')
         state.lowest_hessian_norm = math.inf  # so that it is said again only after as much growth again
     state.lowest_hessian_norm = min(state.lowest_hessian_norm, norm or math.inf)  # 0: no estimate was finite yet

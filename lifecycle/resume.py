@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from configurator import HARMLESS, with_younger
+from configurator import HARMLESS
 from data.tokenizer import check_same_tokenizer, folder_meta, tokenizer_from_meta
 from model import GPTConfig
-from optimizers import OLD_NAMES, defaults_of
+from optimizers import defaults_of
 from runtime import checkpoint, gpt, optim
 from runtime.files import code_hashes, differing_files
 from runtime.rng import seed_all
@@ -36,7 +36,8 @@ class Origin:
         """Put the checkpoint's tensors and progress into their places in the `Run`."""
         if not self.path:
             return
-        checkpoint.load_tensors(self.saved, run.raw_model, run.optimizer, run.scaler)
+        with run.world.exit_together():
+            checkpoint.load_tensors(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
         optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
         for key, value in self.saved['train_state'].items():
             if hasattr(run.state, key):  # another train.py may have had more
@@ -76,8 +77,8 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
         if files := differing_files(saved.get('code'), code):
             differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))
-    before = {**c.defaults, **with_younger(saved['config'])}
-    measured = c.having('eval') - {'eval_iters'}  # a way to set eval_sequences
+    before = {**c.defaults, **saved['config']}
+    measured = c.having('eval') - {'eval_iters'}  # eval_iters only sets eval_sequences
     if saved['data']['val'] != fingerprints['val'] or any(c.values[key] != before.get(key) for key in measured):
         saved['train_state'] |= dict(best_val_loss=float('inf'), last_eval_iter=-1)  # losses of other sequences
     return Origin(code, checkpoint.model_seed(saved), path, saved, config, differences, changes)
@@ -139,6 +140,8 @@ def weights_of_run(cls, c, data, origin):
     else:
         rows = args['vocab_size']
     if 'block_size' in c.given:
+        most = args['block_size'] if 'transformer.wpe.weight' in saved['model'] else c.block_size
+        c.require('block_size', c.block_size <= most, f'at most {most}, the positions that {path} has embeddings of')
         args['block_size'] = c.block_size
     adopt_model_args(c, args, data)
     if 'model.py' in differing_files(saved.get('code'), origin.code):
@@ -174,8 +177,7 @@ def compare(path, saved, c, fingerprints, learning_rate_at):
     of a horizon are harmless while all learning rates so far are the present schedule's.
     SystemExit when the optimizer or the data set differs.
     """
-    before = {**defaults_of(c), **with_younger(saved['config'])}
-    before['optimizer_name'] = OLD_NAMES.get(before['optimizer_name'], before['optimizer_name'])
+    before = {**defaults_of(c), **saved['config']}
     for key in 'optimizer_name', 'optimizer_args':
         if before[key] != c.values[key]:
             raise SystemExit(f'{path}: was trained with --{key}={before[key]}; resume with it, or choose another '

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from lifecycle import guards
 from optimizers import hessian_flops_per_token
 from runtime import checkpoint, gpt, optim, runlog
 from runtime.device import device_name
@@ -31,8 +32,7 @@ def open_log(run, origin, train_data):
     log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if origin.path:
         log.print(f'resuming from {origin.path} at iteration {state.iter} of {c.max_iters}')
-    for line in (*(f'changed: {line}' for line in origin.differences), *c.lines(), *notes(c),
-                 *group_notes(run.optimizer)):
+    for line in (*(f'changed: {line}' for line in origin.differences), *c.lines(), *notes(c)):
         log.print(line)
     log.print(f'{parameters:,} parameters; {len(train_data):,} training tokens; '
               f'{c.total_batch_size * c.block_size:,} tokens per iteration = {world.size} device(s) × '
@@ -50,14 +50,6 @@ def notes(c):
     if c.decay_lr and c.warmup_iters >= c.max_iters:
         yield (f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
                '--warmup_iters')
-
-
-def group_notes(optimizer):
-    """Yield a line about param groups whose learning rate is not the logged one."""
-    scales = sorted({group.get('lr_scale', 1.0) for group in optimizer.param_groups})
-    if scales != [1.0]:
-        yield (f'note: param groups have learning rates of {scales[0]:g} to {scales[-1]:g} times the logged one '
-               '(lr_scale)')
 
 
 def build_buckets(run, sequences):
@@ -92,9 +84,10 @@ def not_finite(**numbers):
 
 
 def check_step(run, step):
-    """Count a step whose update was skipped, and end the run after too many."""
+    """Check the first update, count the steps whose update was skipped, and end the run after too many of them."""
     c, state = run.config, run.state
     if not step.problem:
+        guards.check_first_update(run)
         state.skipped_in_a_row = 0
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
         return
@@ -122,7 +115,14 @@ def abort(run, problem, otherwise=''):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Saving, and the end
+# Logging, saving, and the end
+
+
+def log_metrics(run, metrics):
+    """Log the metrics of a step, with a warning where they show a runaway or a γ that is far off."""
+    run.log.record(run.state, run.log.progress_line(run.state.iter, metrics), metrics)
+    guards.advise(run, metrics)
+    guards.warn_of_runaway(run, metrics)
 
 
 def save(run, best=False):

@@ -31,10 +31,10 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     and the best stay."""
     world.reshard(model)
     with world.exit_together():
-        check_plain(state['train_state'], 'TrainState')
         saved_optimizer, shards = optimizer_state.to_save(optimizer, parameter_names(model), world.sharded)
     path, saved = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}', True
-    state = dict(state, best=best, optimizer=saved_optimizer)
+    state = dict(state, best=best, optimizer=saved_optimizer,
+                 train_state=optimizer_state.plain(state['train_state'], 'TrainState'))
     try:
         if world.sharded:
             from runtime import sharded
@@ -56,18 +56,6 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
 def parameter_names(model):
     """Return {parameter: name}, of several names the first."""
     return {p: name for name, p in model.named_parameters()}
-
-
-def check_plain(value, name):
-    """Stop the run unless `value`, called `name` in the message, and all that it contains is plain. `load_pt` would
-    reject anything else, even a NumPy number, which is a float."""
-    if type(value) in (dict, list, tuple):
-        for key, item in value.items() if type(value) is dict else enumerate(value):
-            check_plain(key, name)
-            check_plain(item, f'{name}.{key}')
-    elif value is not None and type(value) not in (bool, int, float, str):
-        raise SystemExit(f'{name}: a checkpoint cannot hold a {type(value).__name__} there; keep plain numbers, and '
-                         'tensors in a buffer of the model')
 
 
 def name_best(path):
@@ -141,33 +129,39 @@ def load_checkpoint(path, weights=True, check=True):
     if path.is_dir() and not is_shards(path):
         return load_newest(path, weights)
     try:
+        reason = ''
         if path.is_dir():
             from runtime import sharded
             state = sharded.read_state(path, weights, check)
         else:
             state = load_pt(path)
-        missing = [key for key in REQUIRED if key not in state]
-        if not missing:
-            if 'train_state' not in state:  # of another program; here the names are the model's own
-                state['model'] = clean_state_dict(state['model'])
-            return path, state
-        reason = f'it has no {missing[0]}'
     except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
-        reason = 'it holds objects that could run code, which no checkpoint does'
+        state, reason = {}, 'it holds objects that could run code, which no checkpoint does'
     except Exception as error:  # whatever a damaged or foreign file makes torch raise
-        reason = one_line(error)
-    raise SystemExit(f'{path}: not a checkpoint of this repository ({reason})')
+        state, reason = {}, one_line(error)
+    if missing := [key for key in REQUIRED if key not in state]:
+        raise SystemExit(f'{path}: not a checkpoint of this repository ({reason or f"it has no {missing[0]}"})')
+    if 'train_state' not in state:  # of another program; here the names are the model's own
+        state['model'] = clean_state_dict(state['model'])
+    elif 'optimizer' in state and 'shapes' not in state['optimizer']:
+        raise SystemExit(f'{path}: a checkpoint from before version 0.2, which only the version that wrote it can read')
+    return path, state
 
 
 def load_newest(out_dir, weights=True):
-    """Load the newest readable checkpoint in `out_dir`, as `load_checkpoint` does. Skips others with a warning."""
-    found = checkpoints(out_dir)
-    for path in found:
+    """Load the newest readable checkpoint in `out_dir`, as `load_checkpoint` does, with a warning about newer ones that
+    it skips. SystemExit about the newest where none is readable."""
+    problems = []
+    for path in checkpoints(out_dir):
         try:
-            return load_checkpoint(path_of(out_dir, number(path)), weights)
+            loaded = load_checkpoint(path_of(out_dir, number(path)), weights)
         except SystemExit as error:
-            warn(f'{error}; it is skipped')
-    raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it{" can be read" if found else ""}')
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            warn(f'{problem}; it is skipped')
+        return loaded
+    raise SystemExit(problems[0] if problems else f'{out_dir}: no checkpoint ckpt_*.pt in it')
 
 
 def clean_state_dict(weights):
@@ -214,7 +208,7 @@ def claim(out_dir, must_resume, may_resume, read_only):
         return None, None
     path, state = load_newest(out_dir, weights=False)
     if state.get('best') and not read_only:
-        name_best(path)  # unless the run was killed before that
+        name_best(path)  # best.txt is missing if the run was killed before writing it
     return path, state
 
 

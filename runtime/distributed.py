@@ -106,7 +106,6 @@ class World:
         from torch.nn.parallel import DistributedDataParallel
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
         self.reducer = DistributedDataParallel(losses, device_ids=device_ids, gradient_as_bucket_view=True)
-        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         _REPLICAS.append(self.reducer)
         return self.reducer
 
@@ -144,17 +143,10 @@ class World:
             self.reducer.require_backward_grad_sync = last
 
     def check_reduced(self):
-        """SystemExit if a parameter of a replica got no gradient in the backward pass, for which the other ranks wait.
-        """
+        """RuntimeError on ranks of replicas if a parameter got no gradient in the backward pass, because the other
+        ranks would wait for it."""
         if self.size > 1 and not self.sharded:
-            try:
-                self.reducer._check_reducer_finalized()
-            except RuntimeError as error:
-                name = self.names[int(re.search(r'did not receive grad for rank \d+: (\d+)', str(error))[1])]
-                raise SystemExit(f'{name}: has no gradient on rank {self.rank}, and the ranks wait for each other; use '
-                                 'it in every step (see docs/hacking.md, "A mixture of experts"), or freeze it: with '
-                                 'requires_grad_(False) from the start, else by lr_scale = 0 in its param group'
-                                 ) from None
+            self.reducer._check_reducer_finalized()
 
     def zero_grad(self, optimizer):
         """Reset the gradients. DDP's become zero, not None, because they are views of its buckets."""

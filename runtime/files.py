@@ -108,15 +108,15 @@ def sync_directory(path):
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of file systems that cannot sync a directory
+        if error.errno != errno.EINVAL:  # some file systems cannot sync a directory
             raise
     finally:
         os.close(fd)
 
 
 def put_in_place(out_dir):
-    """Give the directories CHECKPOINT.partial in `out_dir` that are complete, as they have a state.pt, the checkpoints'
-    names, for which older ones make way. If it is killed, a call at the next start completes it."""
+    """Give complete directories CHECKPOINT.partial in `out_dir`, which have a state.pt, the checkpoints' names, and
+    remove older ones of these names. A kill leaves this to the call at the next start."""
     for state in [*Path(out_dir).glob(f'ckpt_{"[0-9]" * 8}*.partial/state.pt')]:
         path = state.parent.with_suffix('')
         if path.is_dir():  # this iteration's checkpoint from before its evaluation
@@ -146,25 +146,16 @@ def git_commit():
         return None
 
 
-def own_modules():
-    """Return [(path, module)] of this repository's loaded modules, with paths relative to its root."""
-    root, found = os.path.realpath(Path(__file__).parents[1]), []
-    for module in list(sys.modules.values()):
-        file = getattr(module, '__file__', None) or ''
-        # A real path, because the one to the repository may have links; not of the thousands of a library's modules
-        path = os.path.realpath(file) if file and 'site-packages' not in file else ''
-        if path.startswith(f'{root}{os.sep}') and 'site-packages' not in path:
-            found.append((Path(path).relative_to(root), module))
-    return found
-
-
 def code_hashes():
     """Return {name: hash} of this repository's loaded Python files, tracked or not, and of all in the root and in
     runtime/, because some of them are loaded late."""
     root = Path(__file__).resolve().parents[1]
-    names = {path for path, _ in own_modules() if 'tests' not in path.parts and (root / path).is_file()}
-    names |= {path.relative_to(root) for folder in (root, root / 'runtime') for path in folder.glob('*.py')}
-    return {name.as_posix(): hashlib.sha256((root / name).read_bytes()).hexdigest()[:12] for name in sorted(names)}
+    paths = {Path(module.__file__).resolve() for module in list(sys.modules.values())
+             if getattr(module, '__file__', None) and 'site-packages' not in module.__file__}
+    paths |= {path for folder in (root, root / 'runtime') for path in folder.glob('*.py')}
+    names = {path.relative_to(root) for path in paths if path.is_relative_to(root) and path.is_file()}
+    return {name.as_posix(): hashlib.sha256((root / name).read_bytes()).hexdigest()[:12] for name in sorted(names)
+            if 'tests' not in name.parts}
 
 
 def differing_files(*codes):

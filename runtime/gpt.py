@@ -4,15 +4,11 @@ Of a model these functions need `config`, a dataclass with nanoGPT's fields, and
 """
 
 import contextlib
-import functools
-import inspect
 import math
 from dataclasses import MISSING, fields
 
 import torch
 from torch import nn
-
-from runtime.files import warn
 
 NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 # GPT-2 models that init_from can download from the Hugging Face Hub
@@ -131,20 +127,6 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
         if stop is not None and stop(idx):
             break
     return idx
-
-
-def continuation(model):
-    """Return the function with which scripts continue ids: the model's own `generate` if it takes the arguments of the
-    one here; else, as for nanoGPT's, the one here."""
-    own = getattr(model, 'generate', None)
-    try:
-        inspect.signature(own).bind(None, 1, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None)
-    except TypeError:
-        if own:
-            warn('model.py: GPT.generate is not used, because it does not take top_p, stop and generator as the one in '
-                 'runtime/gpt.py does')
-        return functools.partial(generate, model)
-    return own
 
 
 def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

@@ -4,31 +4,16 @@ import contextlib
 
 import torch
 
-from runtime.distributed import full_tensor, is_sharded, one_message
+from runtime.distributed import full_tensor, is_sharded
 
 # float16's loss scale starts at 2^16 and is halved at each overflow, so 40 in a row are normal.
 OVERFLOWS = 40
 
 
-@one_message()
 def set_learning_rate(optimizer, lr):
-    """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one. SystemExit
-    if something else has changed the rates since the call before, because its schedule would have no effect."""
-    rates = lrs_of(optimizer)
-    before = getattr(optimizer, 'scheduled', rates)
-    if len(rates) != len(before):
-        raise SystemExit(f'{type(optimizer).__name__}: a param group was added while training, so that no checkpoint '
-                         'could be loaded; make all groups in parameter_groups')
-    if rates != before:
-        raise SystemExit(f'{type(optimizer).__name__}: a scheduler, or its own step, has changed the learning rate, '
-                         "which train.py sets in each iteration; edit learning_rate_at, or set a group's lr_scale")
+    """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_scale', 1.0)
-    optimizer.scheduled = lrs_of(optimizer)
-
-
-def lrs_of(optimizer):
-    return [group['lr'] for group in optimizer.param_groups]
 
 
 def parameters(optimizer):
@@ -131,12 +116,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state):  # the end of load_state_dict
         super().__setstate__(state)
         self.share()
-
-    def add_param_group(self, param_group):
-        """Add a group of a part, in the constructor; ValueError later."""
-        if len(self.param_groups) == len(self.owners):
-            raise ValueError(f'{type(self).__name__}: add param groups to its parts before they are put together')
-        super().add_param_group(param_group)
 
     def step(self, closure=None):
         """Make an update by each part in turn. Returns the loss of the closure, if there is one."""

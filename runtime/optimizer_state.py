@@ -1,25 +1,19 @@
 """The state of any optimizer as a checkpoint holds it: plain containers, and its way back into an optimizer."""
 
 import copy
-import functools
-import types
-from collections import deque
 
-import numpy as np
 import torch
 
 from runtime.distributed import is_sharded
 from runtime.optim import parameters
 
-PLAIN = bool, int, float, complex, str, bytes, type(None)
-CONTAINERS = dict, list, tuple, set, frozenset, deque
-NO_VALUES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.dtype,
-             torch.device, torch.nn.Module, np.memmap)
+# ----------------------------------------------------------------------------------------------------------------------
+# Nested containers
 
 
 def map_tensors(value, function, name=''):
     """Copy nested containers with function(name, tensor) for each tensor, and Python's numbers for NumPy's and enums;
-    `name` is the keys, joined by dots. TypeError at other types."""
+    `name` is the keys, joined by dots. TypeError at other types, which `load_pt` would reject."""
     if isinstance(value, torch.Tensor):
         return function(name, value)
     if isinstance(value, dict):
@@ -36,6 +30,41 @@ def map_tensors(value, function, name=''):
     raise TypeError(f'{name} is of type {type(value).__name__}')
 
 
+def plain(value, name):
+    """Copy nested containers, with Python's numbers for NumPy's and enums."""
+    return map_tensors(value, lambda _, tensor: tensor, name)
+
+
+def leaves(value, name):
+    """Yield (name, value) of all values in nested containers, and of empty containers."""
+    if isinstance(value, (dict, list, tuple)) and value:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, f'{name}.{key}')
+    else:
+        yield name, value
+
+
+def first_difference(a, b, name='state'):
+    """Return the first difference of two nested states, as text; '' when they are equal (of DTensors, this rank's
+    shards)."""
+    a, b = dict(leaves(a, name)), dict(leaves(b, name))
+    if a.keys() != b.keys():
+        return f'{min(a.keys() ^ b.keys())} is missing'
+    return next((f'{key} differs' for key in a if not equal(a[key], b[key])), '')
+
+
+def equal(a, b):
+    """Return whether two leaves are equal; NaN equals NaN."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        a, b = (t.to_local() if is_sharded(t) else t for t in (a, b))
+        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (a == b or (a != a and b != b))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
 def record_construction(optimizer):
     """Keep with `optimizer`, which was just built, a copy of the values of its param groups, for its checkpoints."""
     optimizer.construction = copy.deepcopy([{key: value for key, value in group.items() if key != 'params'}
@@ -45,7 +74,7 @@ def record_construction(optimizer):
 def to_save(optimizer, names, sharded):
     """Return the state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place
     the former has tensors on the device 'meta'. Its parameters have `names`, {parameter: name}, not numbers, and it
-    also has their `shapes` and what the groups were `built` with.
+    also has their `shapes` and the values with which the groups were `built`.
 
     SystemExit where no checkpoint could hold it, and, if `sharded`, at tensors that may differ between ranks.
     """
@@ -78,22 +107,24 @@ def renamed(state, keys):
                               for group in state['param_groups']])
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
 def keys_of(optimizer, saved, names):
     """Return the names of the optimizer's parameters, from the dict `names`, {parameter: name}, in param-group order.
     ValueError unless names and shapes are the same in the state_dict `saved`."""
-    ours, theirs = {names[p]: tuple(p.shape) for p in parameters(optimizer)}, saved['shapes']
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(f"the optimizer's {name} is {theirs.get(name, 'missing')} in the checkpoint, "
-                             f'{ours.get(name, "missing")} here')
+    ours = {names[p]: tuple(p.shape) for p in parameters(optimizer)}
+    if differing := first_difference(saved['shapes'], ours, 'shapes'):
+        raise ValueError(f'the parameters of the optimizer are others than in the checkpoint ({differing})')
     return [*ours]
 
 
 def load_optimizer(optimizer, saved, names):
     """Load the state_dict `saved` into `optimizer`, which was just built. Each parameter gets the state under its name,
     a group the values of the group that its parameters were in, except where the two were built with other values."""
-    keys, groups = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
-    built = map_tensors(optimizer.construction, lambda name, tensor: tensor)
+    keys, params = keys_of(optimizer, saved, names), dict(enumerate(parameters(optimizer)))
+    groups, built = optimizer.state_dict()['param_groups'], plain(optimizer.construction, 'built')
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
     for group, built_here in zip(groups, built):
         sources = {group_of[keys[i]]: keys[i] for i in group['params']}
@@ -104,14 +135,12 @@ def load_optimizer(optimizer, saved, names):
             built_there = saved['built'][i]
             group |= {key: value for key, value in saved['param_groups'][i].items()
                       if key != 'params' and not first_difference(built_here.get(key), built_there.get(key))}
-    state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
-    params = dict(enumerate(parameters(optimizer)))
     # Sharded before load_state_dict, which moves everything it gets to the parameters' device
-    state = {i: spread_all(entries, params.get(i)) for i, entries in state.items()}
+    state = {i: map_tensors(entries, lambda _, tensor, i=i: spread(tensor, params.get(i)))
+             for i, entries in renamed(saved, {key: i for i, key in enumerate(keys)})['state'].items()}
     optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
-    for i, p in params.items():
-        if i in state:
-            optimizer.state[p] = as_saved(optimizer.state[p], state[i])
+    for i in params.keys() & state.keys():
+        optimizer.state[params[i]] = as_saved(optimizer.state[params[i]], state[i])
 
 
 def as_saved(loaded, saved):
@@ -132,71 +161,3 @@ def spread(value, like):
         from torch.distributed.tensor import distribute_tensor
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return value
-
-
-def spread_all(entries, like):
-    return map_tensors(entries, lambda _, tensor: spread(tensor, like))
-
-
-@functools.cache
-def no_state():
-    """Return the names of attributes that PyTorch keeps in any optimizer, or that checkpoints hold. A function, because
-    building an optimizer imports torch._dynamo."""
-    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction', 'scheduled'}
-
-
-def first_difference(a, b, name='state'):
-    """Return the first difference of two nested states, as text; '' when they are equal (of DTensors, this rank's
-    shards)."""
-    a, b = dict(leaves(a, name)), dict(leaves(b, name))
-    if a.keys() != b.keys():
-        return f'{min(a.keys() ^ b.keys())} is missing'
-    return next((f'{key} differs' for key in a if not equal(a[key], b[key])), '')
-
-
-def leaves(value, name, seen=None):
-    """Yield (name, value) of the tensors and plain values in nested containers and objects, and as text the length of
-    each container and the type of each object. Arrays are yielded as tensors. Left out are code, modules and objects
-    that are `seen`, {id: object}, to which this adds."""
-    seen = {} if seen is None else seen
-    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.memmap):
-        numbers = getattr(value, 'shape', ()) and value.dtype.kind in 'biuf'
-        value = torch.from_numpy(value.copy()) if numbers else value.tolist()
-    if isinstance(value, (*PLAIN, torch.Tensor)):
-        yield name, value
-    elif isinstance(value, CONTAINERS):
-        yield name, f'{len(value)} items'
-        for key, item in inside(value):
-            yield from leaves(item, f'{name}.{key}', seen)
-    elif id(value) not in seen and not isinstance(value, NO_VALUES):
-        seen[id(value)] = value
-        yield name, type(value).__qualname__
-        for key, item in inside(value):
-            yield from leaves(item, f'{name}.{key}', seen)
-
-
-def inside(value):
-    """Return the (name, value) pairs of a container, or of an object as far as Python or pickle tells them."""
-    if isinstance(value, dict):
-        return [(key if isinstance(key, (str, int)) else i, item) for i, (key, item) in enumerate(value.items())]
-    if isinstance(value, CONTAINERS):
-        return enumerate(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
-    if isinstance(value, torch.optim.Optimizer):
-        return dict(state=value.state, param_groups=value.param_groups).items()
-    kind, named = type(value), getattr(value, '__dict__', {})
-    if named and (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
-        return named.items()
-    try:
-        return enumerate(value.__reduce_ex__(4)[1:])  # such as the state of a random generator
-    except Exception:  # it cannot be pickled
-        return named.items()
-
-
-def equal(a, b):
-    """Return whether two leaves are equal; NaN equals NaN."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        a, b = (t.to_local() if is_sharded(t) else t for t in (a, b))
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return bool(((a == b) | ((a != a) & (b != b))).all())
-    return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (a is b or a == b or (a != a and b != b))

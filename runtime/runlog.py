@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.files import git_commit, warn, write_json, write_text
+from runtime.files import git_commit, one_line, warn, write_json, write_text
 
 
 class RunLog:
@@ -26,7 +26,7 @@ class RunLog:
         self.path = Path(out_dir) / 'metrics.jsonl' if enabled and out_dir else None
         self.values, self.enabled, self.wandb, self.advised = values, enabled, None, False
         if self.path and values.get('wandb_log'):
-            self.wandb = start_wandb(self.path, values)
+            self.wandb = self.unless_it_fails(start_wandb, self.path, values)
 
     def record(self, state, line, metrics):
         """Add the finite `metrics` of iteration state.iter, numbers and lists, to metrics.jsonl; print `line`."""
@@ -35,19 +35,8 @@ class RunLog:
                 key: value for key, value in metrics.items() if np.isfinite(value).all()})
             append_line(self.path, json.dumps(entry))
             if self.wandb:
-                self.wandb.log(entry)
+                self.unless_it_fails(self.wandb.log, entry)
         self.print(line)
-        if not self.advised and not 0.01 <= metrics.get('update_unclipped', 0.5) <= 0.9:
-            self.advise(state.iter, metrics['update_unclipped'])
-
-    def advise(self, iteration, unclipped):
-        """Print which way γ should go; nothing in the warm-up, or while h is being built."""
-        if iteration < max(self.values['warmup_iters'], self.values['hessian_interval'] / (1 - self.values['beta2'])):
-            return
-        self.advised = True
-        way = 'raise' if unclipped < 0.5 else 'lower'
-        self.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until update_unclipped is '
-                   'between 0.1 and 0.5')
 
     def print(self, line):
         if self.enabled:
@@ -81,7 +70,17 @@ class RunLog:
     def close(self):
         """End the run in Weights & Biases."""
         if self.wandb:
-            self.wandb.finish()
+            self.unless_it_fails(self.wandb.finish)
+
+    def unless_it_fails(self, call, *args):
+        """Call Weights & Biases. Its failure, such as the end of its process or a missing key, is a warning, and the
+        run goes on without it."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self.wandb = None
+            warn(f'--wandb_log=True: {one_line(error)}; training continues, and metrics.jsonl has everything. Offline, '
+                 'set WANDB_MODE=offline, and `wandb sync` later')
 
 
 def start_wandb(path, values):

@@ -5,11 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
-from pathlib import Path
-
-from runtime.files import warn
 
 # Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
@@ -39,12 +35,8 @@ class SafeStream:
 
 
 def protect_streams():
-    """Wrap stdout and stderr in a `SafeStream` each. Closed standard descriptors (`>&-`) become /dev/null: a checkpoint
-    that got one would receive what libraries print."""
-    while os.open(os.devnull, os.O_RDWR) <= 2:
-        pass
-    sys.stdout, sys.stderr = (SafeStream(stream or Path(os.devnull).open('w'))  # noqa: SIM115
-                              for stream in (sys.stdout, sys.stderr))
+    """Wrap stdout and stderr in a `SafeStream` each, unless they are closed, and None."""
+    sys.stdout, sys.stderr = (stream and SafeStream(stream) for stream in (sys.stdout, sys.stderr))
 
 
 @contextlib.contextmanager
@@ -57,7 +49,7 @@ def undo_at_end():
             yield
     finally:
         for number, handler in before.items():
-            if handler not in (None, signal.getsignal(number)):  # None: Python has not installed it and cannot again
+            if handler is not None:  # None: of a library in C
                 signal.signal(number, handler)
 
 
@@ -73,9 +65,6 @@ class StopSignals:
         self.world, self.deadline = world, world.started + 3600 * (max_hours or float('inf'))
         self.reason, self.received_at = '', 0.0
         self.stopping = self.finished = self.save = False
-        if threading.current_thread() is not threading.main_thread():
-            warn('training in a thread: signals neither stop nor save it, because Python gives them to the main thread')
-            return
         for number in LISTENED:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._record)

@@ -125,7 +125,7 @@ def test_tensors_of_another_dtype_or_shape_differ():
     for other in one.double(), one[None], one[:1]:
         assert first_difference(dict(a=[one]), dict(a=[other]), 'x') == 'x.a.0 differs'
     assert first_difference(dict(a=1), dict(a=1, b=2), 'x') == 'x.b is missing'
-    assert first_difference(*(torch.optim.SGD([one], lr) for lr in (1, 2)), 'x') == 'x.param_groups.0.lr differs'
+    assert first_difference(dict(a=[]), dict(a={}), 'x') == 'x.a differs'
 
 
 def test_values_of_groups_are_restored_as_saved_unless_they_are_built_otherwise(tmp_path):
@@ -162,13 +162,13 @@ def test_state_goes_to_the_parameter_of_its_name(tmp_path):
 
     restored([last, bias, weight])
     restored([last], [bias, weight])
-    with pytest.raises(ValueError, match=r"optimizer's 2.weight is \(3, 6\) in the checkpoint, missing here"):
+    with pytest.raises(ValueError, match=r'others than in the checkpoint \(shapes.2.weight.0 is missing\)'):
         restored([weight, bias])
     state['optimizer']['shapes']['0.bias'] = (7,)
-    with pytest.raises(ValueError, match=r'0.bias is \(7,\) in the checkpoint, \(6,\) here'):
+    with pytest.raises(ValueError, match=r'\(shapes.0.bias.0 differs\)'):
         restored(model.parameters())
     del state['optimizer']['shapes']['0.bias']
-    with pytest.raises(ValueError, match=r'0.bias is missing in the checkpoint, \(6,\) here'):
+    with pytest.raises(ValueError, match=r'\(shapes.0.bias.0 is missing\)'):
         restored(model.parameters())
     two = built(torch.optim.AdamW, [dict(params=[weight, bias]), dict(params=[last])])
     path, state = checkpoint.load_checkpoint(saved(tmp_path, model, two, 4))
@@ -179,9 +179,8 @@ def test_state_goes_to_the_parameter_of_its_name(tmp_path):
 def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_path):
     model, optimizer = made('toy')
     trained(model, optimizer, range(1))
-    for ema, kind in (torch.ones(2), 'Tensor'), (np.float64(0.5), 'float64'):
-        words = f'TrainState.ema.a.1: a checkpoint cannot hold a {kind} there'
-        assert words in rejection(saved, tmp_path, model, optimizer, 1, dict(iter=1, ema=dict(a=[1.0, ema])))
+    with pytest.raises(TypeError, match=r'TrainState.ema.a.1 is of type set'):
+        saved(tmp_path, model, optimizer, 1, dict(iter=1, ema=dict(a=[1.0, {2.0}])))
     optimizer.state[model[2].weight]['history'] = {1, 2}
     words = 'Toy: its state cannot be saved (optimizer.state.2.weight.history is of type set'
     assert f'{words}); keep plain numbers and tensors there' == rejection(saved, tmp_path, model, optimizer, 1)
@@ -247,7 +246,8 @@ def test_the_newest_readable_checkpoint_is_loaded(good, capsys):
     assert checkpoint.load_checkpoint(out_dir)[0] == path == good
     assert 'ckpt_00000009.pt: not a checkpoint' in capsys.readouterr().err
     good.write_bytes(b'')
-    assert 'no checkpoint ckpt_*.pt in it can be read' in rejection(checkpoint.load_checkpoint, out_dir)
+    assert 'ckpt_00000009.pt: not a checkpoint' in rejection(checkpoint.load_checkpoint, out_dir)
+    assert not capsys.readouterr().err
 
 
 def test_one_run_at_a_time_has_an_out_dir_and_none_overwrites_another(good):
@@ -406,16 +406,12 @@ WSD = ['--schedule=wsd', '--cooldown_iters=30']
     ([], ['--max_iters=1000', '--schedule=wsd'], 20, False),  # a run that is branched off to decay
     (['--schedule=constant'], [], 90, False), ([], ['--learning_rate=1'], 10, True)])
 def test_a_change_of_the_horizon_is_recorded_once_the_decay_has_begun(tmp_path, flags, before, iteration, recorded):
-    """Before, a note says what is not compared."""
     data, common = dict(train=[1], val=[2]), ['--warmup_iters=20']
     saved = train.resolve([*common, *flags, '--max_iters=1000', *before]).values
     state = dict(config=saved, data=data, iter_num=iteration, train_state={}, optimizer={}, scaler={})
     c = train.resolve([*common, *flags, '--max_iters=100'])
-    lines, changes = resume.compare(tmp_path, state, c, data, train.learning_rate_at)
+    _, changes = resume.compare(tmp_path, state, c, data, train.learning_rate_at)
     assert ('max_iters' in {change['key'] for change in changes}) is recorded
-    horizon = [line for line in lines if line.startswith('max_iters = 100, was ')]
-    said = [line for line in lines if 'what else an edit makes depend on it is not compared' in line]
-    assert said == ([] if recorded else horizon)
 
 
 def test_a_setting_that_the_checkpoint_lacks_had_its_default():

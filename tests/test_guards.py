@@ -1,4 +1,4 @@
-"""lifecycle/guards.py: the warning of a runaway, replayed on the recorded runs; of later tokens."""
+"""lifecycle/guards.py: advice on γ, and the warning of a runaway, replayed on the recorded runs."""
 
 import math
 from types import SimpleNamespace
@@ -14,7 +14,8 @@ def replay(run):
     """Return the first iteration of a `RunRecord` at which the warning is printed; None if there is none."""
     printed = []
     state = SimpleNamespace(iter=0, lowest_hessian_norm=math.inf)
-    acting = SimpleNamespace(config=SimpleNamespace(**run.config), state=state, log=SimpleNamespace(
+    config = SimpleNamespace(**{**run.config, 'optimizer_name': 'sophiag', 'hessian_clip': 0.0})  # for the advice only
+    acting = SimpleNamespace(config=config, state=state, log=SimpleNamespace(
         print=lambda _: printed.append(state.iter)))
     for line in run.lines:
         state.iter = line['iter']
@@ -41,3 +42,31 @@ def test_the_warning_comes_in_recorded_runaways_before_the_loss_has_risen(study,
     for run in away:
         losses = smoothed(run, warned[id(run)])
         assert losses[-1] < min(losses) + 0.051
+
+
+@pytest.mark.parametrize(('settings', 'hessian_clip', 'advice'), [
+    (('hessian_clip',), 0.0, 'begin again with --hessian_clip=1.0 or a lower --gamma or --learning_rate, see'),
+    (('hessian_clip',), 1.0, 'begin again with a lower --gamma or --learning_rate, see'),
+    ((), 0.0, 'begin again with a lower --gamma or --learning_rate, see')])
+def test_clipping_the_estimate_is_advised_where_the_optimizer_can_and_does_not(monkeypatch, settings, hessian_clip,
+                                                                               advice):
+    monkeypatch.setattr(guards, 'row', lambda name: SimpleNamespace(settings=settings))
+    printed = []
+    run = SimpleNamespace(
+        config=SimpleNamespace(hessian_interval=1, max_iters=10, beta2=0.0, optimizer_name='x',
+                               hessian_clip=hessian_clip),
+        state=SimpleNamespace(iter=5, lowest_hessian_norm=1.0), log=SimpleNamespace(print=printed.append))
+    guards.warn_of_runaway(run, dict(update_unclipped=0.3, hessian_norm=30.0))
+    assert len(printed) == 1 and 'the norm of h is 30 times its lowest' in printed[0] and advice in printed[0]
+
+
+@pytest.mark.parametrize('unclipped, way, warmup, interval', [(0.004, 'raise', 3, 1), (0.96, 'lower', 0, 2)])
+def test_advice_on_gamma_comes_once_after_the_warm_up_and_when_h_is_built(unclipped, way, warmup, interval):
+    printed, state = [], SimpleNamespace(iter=0)
+    run = SimpleNamespace(
+        config=SimpleNamespace(warmup_iters=warmup, hessian_interval=interval, beta2=0.5), state=state,
+        log=SimpleNamespace(advised=False, print=lambda line: printed.append((state.iter, line))))
+    for state.iter in range(8):
+        guards.advise(run, {} if state.iter == 3 else dict(update_unclipped=unclipped if state.iter != 4 else 0.3))
+    (iteration, advice), = printed
+    assert iteration == 5 and f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until' in advice

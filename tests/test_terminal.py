@@ -10,27 +10,15 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import iterations
+from conftest import iterations, metrics
 
 from analysis.runs import RunRecord
 from runtime import runlog
 from runtime.signals import STOPPED
 
 
-@pytest.mark.parametrize('unclipped, way, warmup, interval', [(0.004, 'raise', 3, 1), (0.96, 'lower', 0, 2)])
-def test_advice_on_gamma_comes_once_after_the_warm_up_and_when_h_is_built(tmp_path, capsys, unclipped, way, warmup,
-                                                                          interval):
-    log = runlog.RunLog(tmp_path, dict(warmup_iters=warmup, hessian_interval=interval, beta2=0.5), enabled=True)
-    for i in range(6):
-        log.record(SimpleNamespace(iter=i, tokens=0, seconds=0.0), f'line {i}', {
-            'update_unclipped': unclipped if i != 3 else 0.3})
-    *lines, advice, last = capsys.readouterr().out.splitlines()
-    assert lines == [f'line {i}' for i in range(5)] and last == 'line 5'
-    assert f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until' in advice
-
-
 def test_a_log_takes_lists_of_finite_numbers(tmp_path):
-    log = runlog.RunLog(tmp_path, dict(warmup_iters=9, hessian_interval=0, beta2=0), enabled=True)
+    log = runlog.RunLog(tmp_path, {}, enabled=True)
     log.record(SimpleNamespace(iter=0, tokens=0, seconds=0.0), '', dict(
         a=[1, 0.5], b=[1, float('nan')], c=1, d=float('inf')))
     assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, tokens=0, time=0, a=[1, 0.5], c=1)
@@ -103,6 +91,20 @@ def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp
         assert [call.args[0]['iter'] for call in run.log.mock_calls] == [*before, 0, 1, 2]
     runlog.RunLog(tmp_path, values, enabled=False)  # on another rank
     wandb.init.assert_called_once()
+
+
+@pytest.mark.parametrize('call, sent', [('init', 0), ('define_metric', 0), ('log', 0), ('finish', 3)])
+def test_a_run_goes_on_without_wandb_after_its_first_failure(train, tmp_path, call, sent):
+    """Without a key or the network `init` fails; after the end of its process, any other call."""
+    done = train(tmp_path, '--wandb_log=True', '--max_iters=3', '--eval_interval=3', check=True, faults=f"""
+run = mock.Mock(id='abc', summary={{}}, log=lambda entry: print('sent to W&B'))
+sys.modules['wandb'] = wandb = mock.Mock(init=mock.Mock(return_value=run))
+failing = mock.Mock(side_effect=[ConnectionResetError('connection lost')])
+setattr(wandb if {call!r} == 'init' else run, {call!r}, failing)
+""")
+    assert done.err == ('warning: --wandb_log=True: connection lost; training continues, and metrics.jsonl has '
+                        'everything. Offline, set WANDB_MODE=offline, and `wandb sync` later\n')
+    assert len(metrics(tmp_path)) == 3 and done.out.count('sent to W&B') == (5 if sent else 0)
 
 
 @pytest.mark.parametrize('flags, message', [

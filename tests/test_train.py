@@ -55,21 +55,6 @@ def test_what_the_loop_would_not_follow_is_an_error(main, tmp_path, monkeypatch,
         main(tmp_path)
 
 
-@pytest.mark.parametrize('own, words', [
-    (lambda optimizer, lr: optimizer, ''),
-    (lambda optimizer, lr: optimizer.param_groups[0].update(lr=0.02), 'param groups have learning rates of 1 to 2 ti')])
-def test_a_learning_rate_that_is_not_the_logged_one_is_said(main, tmp_path, monkeypatch, capsys, own, words):
-    def build(groups, s):
-        optimizer = torch.optim.AdamW(groups, lr=s.learning_rate)
-        own(optimizer, s.learning_rate)
-        return optimizer
-
-    monkeypatch.setitem(program.optimizers.OPTIMIZERS, 'mine', program.optimizers.Row(build, {}, 0.1))
-    main(tmp_path, '--optimizer_name=mine', '--max_iters=3', '--eval_iters=1')
-    out = capsys.readouterr().out
-    assert words in out and bool(words) == ('learning rates of' in out)
-
-
 def test_a_last_evaluation_that_is_not_finite_is_a_divergence(main, tmp_path, monkeypatch, capsys):
     """Evaluations before the last one may be."""
     monkeypatch.setattr(program, 'evaluate', lambda *args: (math.nan, math.nan))
@@ -362,6 +347,42 @@ def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
     monkeypatch.setattr(program.optimizers, 'parameter_groups', lambda *args: groups(*args)[:-1])
     with pytest.raises(SystemExit, match='transformer.h.0.ln_1.weight: is in no group of parameter_groups'):
         main(tmp_path)
+
+
+@pytest.mark.parametrize('persistent', [True, False])
+def test_a_buffer_that_a_forward_makes_is_one_line_unless_checkpoints_omit_it(main, tmp_path, monkeypatch, persistent):
+    def growing(self, *args, forward=program.GPT.forward):
+        self.register_buffer('cache', torch.zeros(3), persistent=persistent)
+        return forward(self, *args)
+
+    monkeypatch.setattr(program.GPT, 'forward', growing)
+    if persistent:
+        assert "cache: the model's state_dict has it only before or only after" in rejection(main, tmp_path)
+    else:
+        main(tmp_path, '--max_iters=1', '--eval_iters=1')
+    assert bool(checkpoint.checkpoints(tmp_path)) != persistent
+
+
+@pytest.mark.parametrize('loses', [True, False])
+def test_a_state_that_a_checkpoint_would_lose_is_one_line_after_the_first_update(main, tmp_path, monkeypatch, loses):
+    class Momentum(torch.optim.SGD):
+        def load_state_dict(self, saved):
+            super().load_state_dict(dict(saved, state={} if loses else saved['state']))
+
+    def build(groups, s):
+        return Momentum(groups, s.learning_rate, momentum=0.9)
+
+    ended = []
+    monkeypatch.setitem(program.optimizers.OPTIMIZERS, 'mine', program.optimizers.Row(build, {}, 0.1))
+    monkeypatch.setattr(program, 'close_run', ended.append)
+    flags = '--optimizer_name=mine', '--max_iters=2', '--eval_iters=1'
+    if loses:
+        message = rejection(main, tmp_path, *flags)
+        assert message.startswith('Momentum: a checkpoint would not bring back its state (state.state.0 is missing)')
+        assert len(metrics(tmp_path, 'val/loss')) == 1 and not metrics(tmp_path)
+    else:
+        main(tmp_path, *flags)
+        assert ended[0].fresh is None  # which would hold the memory of a second state
 
 
 def test_a_term_without_targets_is_the_same_in_evaluations_of_any_batch_size(main, tmp_path, monkeypatch):
