@@ -476,3 +476,4 @@ def kind_of(name, p):
     if p.dim() < 2:
         return 'norm'
     return next((KINDS[part] for part in name.split('.') if part in KINDS), 'other')
+OLD_NAMES = {}  # SHIM

@@ -85,7 +85,7 @@ class Sophia(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         numbers = group['lr'], group['gamma'], group['weight_decay'], *group['betas']
-        if min(numbers) < 0 or max(group['betas']) >= 1 or group['eps'] <= 0:
+        if not (all(number >= 0 for number in numbers) and max(group['betas']) < 1 and group['eps'] > 0):
             raise ValueError(f'out of range: {", ".join(f"{key} = {group[key]!r}" for key in self.defaults)}')
         dtypes = {p.dtype for p in group['params'] if p.requires_grad}
         if torch.float16 in dtypes:

@@ -119,7 +119,7 @@ def follows(objective=lambda logits, targets, hidden: F.cross_entropy(logits, ta
     hook.start(0)
     given = hook.labels(X, Y, slice(0, len(X)))
     hook.add(*Losses(model)(X, Y, **given)[2:])
-    hook.finish()
+    hook.update()
     logits = model(X)[0]
     nll = F.cross_entropy(logits[Y >= 0], sample_labels(logits, given['uniforms'])[Y >= 0])
     expected = [(Y >= 0).sum() * g.square() for g in torch.autograd.grad(nll, params)]
@@ -160,7 +160,7 @@ def a_second_head():
         hook.start(0)
         assert hook.labels(X, Y, slice(0, 1))['uniforms'].shape == (1, 8)
         hook.add(*Losses(model)(X, Y, uniforms=torch.tensor([[u_1] * 4 + [u_2] * 4]))[2:])
-        hook.finish()
+        hook.update()
         for total, p in zip(found, params):
             total += p_1[labels[0]] * p_2[labels[1]] * hook.optimizer.state[p]['hessian']
     close(found, expected, rtol=1e-5, atol=1e-9)

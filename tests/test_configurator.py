@@ -1,6 +1,7 @@
 """Config files and flags: types, rejections, precedence, provenance."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ from conftest import ROOT, rejection
 
 import configurator
 import train
-from analysis import runs
 from analysis.figures import png_path
 from configurator import configure, setting
 from lifecycle.run import notes
@@ -109,14 +109,9 @@ def test_missing_file_names_the_nearest(monkeypatch):
 
 def test_switching_the_optimizer_switches_its_settings():
     config = train.resolve(['--model_size=355M', '--optimizer_name=sophiag'])
-    assert config.values['learning_rate'] == 4e-4 and config.sources['learning_rate'] == 'Table 3: sophiag, 355M'
+    assert config.values['learning_rate'] == 4e-4 and config.sources['learning_rate'] == 'Table 2: sophiag, 355M'
     adamw = train.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--optimizer_name=adamw']).values
     assert (adamw['learning_rate'], adamw['weight_decay'], adamw['hessian_interval']) == (6e-4, 0.1, 0)
-
-
-def test_an_optimizers_old_name_still_works():
-    config = train.resolve(['--optimizer_name=clip', '--model_size=30M'])
-    assert (config.optimizer_name, config.learning_rate) == ('signum', 4e-4)
 
 
 def test_the_validation_set_does_not_depend_on_the_micro_batch():
@@ -151,8 +146,8 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--optimizer_name=adamw', '--gamma=0.1'], '--gamma has no effect with adamw'),
     (['--optimizer_name=sophiag', '--hessian_interval=0'], '--hessian_interval=0: must be above 0 for sophiag'),
     (['--optimizer_name=sophiah', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for sophiah'),
-    (['--model_size=540M', '--optimizer_name=lion'], 'Table 3 has no learning rate for lion at 540M'),
-    (['--init_from=gpt2'], 'Table 3 is for training from scratch, not for init_from = gpt2'),
+    (['--model_size=540M', '--optimizer_name=lion'], 'Table 2 has no learning rate for lion at 540M'),
+    (['--init_from=gpt2'], '--init_from=gpt2: set --learning_rate; the table is for training from scratch'),
     (['--init_from=gtp2'], '--init_from=gtp2: must be scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl'),
     (['--n_head=5'], '--n_head=5: must be a divisor of n_embd = 768'),
     (['--dtype=int8'], '--dtype=int8: must be one of float32, bfloat16, float16'),
@@ -182,8 +177,12 @@ def test_roles_of_settings():
     harmless = {key for key, role in roles.items() if role in configurator.HARMLESS}
     assert {'out_dir', 'compile', 'dataset'} < harmless
     assert not {'learning_rate', 'max_iters', 'seed', 'eval_iters'} & harmless
-    older = {key: runs.ROLES.get(key, roles.get(key)) for key in declared}
-    assert older == {key: roles.get(key, 'tuned') for key in declared} | dict(model_size=None)
+
+
+def test_a_setting_with_a_capital_letter_is_a_setting(monkeypatch):
+    """A constant, in capitals, is none."""
+    scope = runpy.run_path(str(ROOT / 'train.py'), init_globals=dict(use_QK=True, n_KV=configurator.setting(2), SIZE=3))
+    assert {'use_QK', 'n_KV'} <= scope['DEFAULTS'].keys() and 'SIZE' not in scope['DEFAULTS']
 
 
 def test_help_lists_every_setting_with_its_comment(capsys):

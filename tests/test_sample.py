@@ -13,7 +13,7 @@ from data.tokenizer import Char, get_tokenizer
 from data.writer import write_bins as prepare
 from model import GPT, GPTConfig
 from runtime.files import save_pt
-from runtime.gpt import sample_next
+from runtime.gpt import generate, sample_next
 from scripts import sample
 from scripts.load import crop_vocab_size, load
 
@@ -35,9 +35,9 @@ def test_greedy_tokens_are_those_of_a_plain_loop(kwargs, length):
         logits = model(expected[:, -24:])[0][:, -1]
         expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
     assert len(expected[:, length:].unique()) > 5
-    assert torch.equal(model.generate(idx, 40, temperature=0), expected)
-    assert torch.equal(model.generate(idx, 40, 0), expected)  # by position, as in nanoGPT
-    stopped = model.generate(idx, 40, temperature=0, stop=lambda ids: ids.size(1) == length + 5)
+    assert torch.equal(generate(model, idx, 40, temperature=0), expected)
+    assert torch.equal(generate(model, idx, 40, 0), expected)  # by position, as in nanoGPT
+    stopped = generate(model, idx, 40, temperature=0, stop=lambda ids: ids.size(1) == length + 5)
     assert torch.equal(stopped, expected[:, :length + 5])
 
 
