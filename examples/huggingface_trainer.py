@@ -21,17 +21,22 @@ class SophiaTrainer(Trainer):
     """A Trainer of causal language models, `optimizers=(Sophia(…), None)`, that estimates the Hessian every k steps."""
 
     hessian_interval = 10  # k
+    estimated = None  # the latest step with an estimate
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         labels = inputs['labels']  # which label smoothing removes from `inputs`
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        # With gradient accumulation the estimate is from the last micro-batch. (Not under FSDP, where its backward pass
-        # loses the gradients of earlier micro-batches, which are not reduced yet.)
-        last = self.accelerator.sync_gradients
-        if model.training and last and self.state.global_step % self.hessian_interval == 0:
+        step = self.state.global_step
+        if model.training and step % self.hessian_interval == 0 and self.estimated != step:
+            # The estimate is from the step's first micro-batch with labels that count. (Under FSDP with gradient
+            # accumulation only the last micro-batch can be used, where `self.accelerator.sync_gradients` is True.)
+            logits = outputs.logits[:, -labels.size(1):]  # prompt tuning puts positions in front
             counted = labels[:, 1:] != -100  # the positions that the loss counts, of the logits before them
             sophia = self.optimizer.optimizer  # inside Accelerate's wrapper
-            sophia.update_hessian(gauss_newton_bartlett(outputs.logits[:, :-1][counted], sophia, retain_graph=True))
+            estimates = gauss_newton_bartlett(logits[:, :-1][counted], sophia, retain_graph=True)
+            if any(h_hat is not None for h_hat in estimates):  # None, on all ranks, where no label counts
+                sophia.update_hessian(estimates)
+                self.estimated = step
         return (loss, outputs) if return_outputs else loss
 
 

@@ -46,8 +46,10 @@ def main(steps=60):
         due = step % 10 == 0  # k = 10
         outputs.loss.backward(retain_graph=due)
         if due:
-            # The logits that the loss counts: the last position predicts nothing. Padding would be left out, too.
-            optimizer.update_hessian(gauss_newton_bartlett(outputs.logits[:, :-1], optimizer))
+            # The logits that the loss counts: prompt tuning would put positions in front, and the last one predicts
+            # nothing. Padding would be left out, too.
+            logits = outputs.logits[:, -rows.size(1):-1]
+            optimizer.update_hessian(gauss_newton_bartlett(logits, optimizer))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(outputs.loss.item())

@@ -39,11 +39,11 @@ def trace(monkeypatch):
         events.append('h')
         update_hessian(*args)
 
-    def traced_update(self, group, params, grads):
+    def traced_update(self, group, params):
         assert all((p.dim() > 1) == (group['weight_decay'] > 0) for p in params)
         if group['weight_decay']:  # the first of two groups
             events.append('s')
-        update(self, group, params, grads)
+        update(self, group, params)
 
     monkeypatch.setattr(Sophia, 'update_hessian', traced_update_hessian)
     monkeypatch.setattr(Sophia, 'update', traced_update)
@@ -145,6 +145,45 @@ def test_huggingface_trainer(tmp_path, trace, monkeypatch):
     for i, state in states[0].items():
         assert state.keys() == {'exp_avg', 'hessian'}
         assert all(torch.equal(state[key], states[1][i][key]) for key in state)
+
+
+def test_huggingface_trainer_estimates_from_a_micro_batch_with_labels(tmp_path, trace, monkeypatch):
+    """Of four micro-batches a step the first two have none, as where a prompt fills the context."""
+    module = example('huggingface_trainer', 'transformers', 'accelerate')
+    rows = [dict(row, labels=row['labels'] if i % 4 > 1 else torch.full((32,), -100))
+            for i, row in enumerate(module.sequences(16))]
+    monkeypatch.setattr(module, 'sequences', lambda n: rows)
+    monkeypatch.setattr(module, 'TrainingArguments', functools.partial(
+        module.TrainingArguments, use_cpu=True, gradient_accumulation_steps=4, train_sampling_strategy='sequential'))
+    arguments = module.TrainingArguments
+    monkeypatch.setattr(module, 'TrainingArguments', lambda *args, per_device_train_batch_size, **options: arguments(
+        *args, per_device_train_batch_size=1, **options))
+    events = trace(module.GPT2LMHeadModel)
+    module.main(['--steps=2', f'--out_dir={tmp_path}'])
+    assert ''.join(events) == 'fffhfs' + 'ffffs'
+
+
+def test_prompt_tuning_puts_logits_in_front(tmp_path, monkeypatch):
+    """Both examples take the logits of the tokens."""
+    module = example('huggingface_trainer', 'transformers', 'accelerate')
+    peft, shapes = pytest.importorskip('peft'), []
+    monkeypatch.setattr(module, 'GPT2LMHeadModel', lambda config, make=module.GPT2LMHeadModel: peft.get_peft_model(
+        make(config), peft.PromptTuningConfig(task_type='CAUSAL_LM', num_virtual_tokens=5)))
+    monkeypatch.setattr(module, 'GPT2Config', lambda make=module.GPT2Config, **sizes: make(
+        **dict(sizes, n_positions=64)))
+    monkeypatch.setattr(module, 'TrainingArguments', functools.partial(module.TrainingArguments, use_cpu=True))
+    monkeypatch.setattr(module, 'gauss_newton_bartlett', lambda logits, *args, **options: shapes.append(logits.shape) or
+                        gauss_newton_bartlett(logits, *args, **options))
+    module.main(['--steps=1', f'--out_dir={tmp_path}'])
+    assert shapes == [(16 * 31, 64)]
+    lora = example('peft_lora', 'transformers', 'peft')
+    monkeypatch.setattr(lora, 'get_peft_model', lambda model, config: peft.get_peft_model(
+        model, peft.PromptTuningConfig(task_type='CAUSAL_LM', num_virtual_tokens=5)))
+    monkeypatch.setattr(lora, 'GPT2Config', lambda make=lora.GPT2Config, **sizes: make(**dict(sizes, n_positions=64)))
+    monkeypatch.setattr(lora, 'gauss_newton_bartlett', lambda logits, *args, **options: shapes.append(logits.shape) or
+                        gauss_newton_bartlett(logits, *args, **options))
+    lora.main(steps=1)
+    assert shapes[1:] == [(16, 31, 64)]
 
 
 def test_several_optimizers_as_one_in_other_loops(tmp_path):
