@@ -14,7 +14,6 @@ from pathlib import Path
 
 from runtime import optimizer_state
 from runtime.files import atomic_write, load_pt, lock, one_line, put_in_place, save_pt, warn
-from runtime.optim import parameters
 from runtime.signals import UNDO
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'
@@ -34,7 +33,7 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
         saved_optimizer, shards = optimizer_state.to_save(optimizer, parameter_names(model), world.sharded)
     path, saved = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}', True
     state = dict(state, best=best, optimizer=saved_optimizer,
-                 train_state=optimizer_state.plain(state['train_state'], 'TrainState'))
+                 train_state=optimizer_state.map_tensors(state['train_state'], name='TrainState'))
     try:
         if world.sharded:
             from runtime import sharded
@@ -129,12 +128,11 @@ def load_checkpoint(path, weights=True, check=True):
     if path.is_dir() and not is_shards(path):
         return load_newest(path, weights)
     try:
-        reason = ''
         if path.is_dir():
             from runtime import sharded
-            state = sharded.read_state(path, weights, check)
+            state, reason = sharded.read_state(path, weights, check), ''
         else:
-            state = load_pt(path)
+            state, reason = load_pt(path), ''
     except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
         state, reason = {}, 'it holds objects that could run code, which no checkpoint does'
     except Exception as error:  # whatever a damaged or foreign file makes torch raise
@@ -157,10 +155,10 @@ def load_newest(out_dir, weights=True):
             loaded = load_checkpoint(path_of(out_dir, number(path)), weights)
         except SystemExit as error:
             problems.append(str(error))
-            continue
-        for problem in problems:
-            warn(f'{problem}; it is skipped')
-        return loaded
+        else:
+            for problem in problems:
+                warn(f'{problem}; it is skipped')
+            return loaded
     raise SystemExit(problems[0] if problems else f'{out_dir}: no checkpoint ckpt_*.pt in it')
 
 
@@ -221,9 +219,8 @@ def load_tensors(path, state, model, optimizer, scaler):
     saved, names = state['optimizer'], parameter_names(model)
     if path.is_dir():
         from runtime import sharded
-        sharded.read_model(path, model)
-        keys = optimizer_state.keys_of(optimizer, saved, names)
-        saved = sharded.read_optimizer(path, saved, dict(zip(keys, parameters(optimizer))))
+        sharded.load_into(sharded.model_tensors(model), path)
+        saved = sharded.read_optimizer(path, saved, {name: p for p, name in names.items()})
     else:
         targets = model.state_dict()
         model.load_state_dict({name: optimizer_state.spread(value, targets.get(name))

@@ -7,11 +7,8 @@ import torch
 from runtime.distributed import is_sharded
 from runtime.optim import parameters
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Nested containers
 
-
-def map_tensors(value, function, name=''):
+def map_tensors(value, function=lambda name, tensor: tensor, name=''):
     """Copy nested containers with function(name, tensor) for each tensor, and Python's numbers for NumPy's and enums;
     `name` is the keys, joined by dots. TypeError at other types, which `load_pt` would reject."""
     if isinstance(value, torch.Tensor):
@@ -28,11 +25,6 @@ def map_tensors(value, function, name=''):
     if value is None or isinstance(value, torch.dtype):
         return value
     raise TypeError(f'{name} is of type {type(value).__name__}')
-
-
-def plain(value, name):
-    """Copy nested containers, with Python's numbers for NumPy's and enums."""
-    return map_tensors(value, lambda _, tensor: tensor, name)
 
 
 def leaves(value, name):
@@ -59,10 +51,6 @@ def equal(a, b):
         a, b = (t.to_local() if is_sharded(t) else t for t in (a, b))
         return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
     return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (a == b or (a != a and b != b))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Saving
 
 
 def record_construction(optimizer):
@@ -107,24 +95,14 @@ def renamed(state, keys):
                               for group in state['param_groups']])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Loading
-
-
-def keys_of(optimizer, saved, names):
-    """Return the names of the optimizer's parameters, from the dict `names`, {parameter: name}, in param-group order.
-    ValueError unless names and shapes are the same in the state_dict `saved`."""
-    ours = {names[p]: tuple(p.shape) for p in parameters(optimizer)}
-    if differing := first_difference(saved['shapes'], ours, 'shapes'):
-        raise ValueError(f'the parameters of the optimizer are others than in the checkpoint ({differing})')
-    return [*ours]
-
-
 def load_optimizer(optimizer, saved, names):
     """Load the state_dict `saved` into `optimizer`, which was just built. Each parameter gets the state under its name,
-    a group the values of the group that its parameters were in, except where the two were built with other values."""
-    keys, params = keys_of(optimizer, saved, names), dict(enumerate(parameters(optimizer)))
-    groups, built = optimizer.state_dict()['param_groups'], plain(optimizer.construction, 'built')
+    a group the values of the group that its parameters were in, except where the two were built with other values.
+    ValueError unless the names and shapes of the parameters are the same."""
+    params, keys = dict(enumerate(parameters(optimizer))), [names[p] for p in parameters(optimizer)]
+    if differing := first_difference(saved['shapes'], {names[p]: tuple(p.shape) for p in params.values()}, 'shapes'):
+        raise ValueError(f'the parameters of the optimizer are others than in the checkpoint ({differing})')
+    groups, built = optimizer.state_dict()['param_groups'], map_tensors(optimizer.construction)
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
     for group, built_here in zip(groups, built):
         sources = {group_of[keys[i]]: keys[i] for i in group['params']}

@@ -1,8 +1,7 @@
 """Checkpoints of sharded models: a directory to which every rank writes its part.
 
-Tensors are as torch.distributed.checkpoint (DCP) saves the dicts of its get_state_dict, which can load them; all else
-is in state.pt. Unlike DCP, this module reads metadata without running code, and all entries of an optimizer's state.
-One process can read all shards, a weight with two names is written once, and every file has a checksum.
+Tensors are saved by torch.distributed.checkpoint (DCP), all else is in state.pt. Unlike DCP, this module reads metadata
+without running code. A weight with two names is written once, and every file has a checksum.
 """
 
 import functools
@@ -74,21 +73,13 @@ def read_state(path, weights=True, check=True):
             raise ValueError(f'{name} does not fit its checksum')
     model = {}
     if weights:
-        model = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                 for name, entry in tensors_in(path).items() if name.startswith('model.')}
+        entries = ShardReader(path).read_metadata().state_dict_metadata
+        model = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()
+                 if name.startswith('model.')}
         load_into(model, path)
         model = {name.removeprefix('model.'): tensor for name, tensor in model.items()}
         model |= {name: model[first] for name, first in also.items()}
     return dict(state, model=model)
-
-
-def read_model(path, model):
-    """Fill the weights of `model`, sharded or not, from the directory `path`, or raise ValueError."""
-    targets = model_tensors(model)
-    saved = {(name, entry.size) for name, entry in tensors_in(path).items() if name.startswith('model.')}
-    if differing := saved ^ {(name, tensor.shape) for name, tensor in targets.items()}:
-        raise ValueError(f'{min(differing)[0]} is missing or has another shape')
-    load_into(targets, path)
 
 
 def read_optimizer(path, saved, params):
@@ -108,11 +99,6 @@ def read_optimizer(path, saved, params):
              for key, entries in saved['state'].items()}
     load_into(targets, path)
     return dict(saved, state=state)
-
-
-def tensors_in(path):
-    """Return the metadata (size, properties.dtype) of the tensors in the directory `path`, by name."""
-    return ShardReader(path).read_metadata().state_dict_metadata
 
 
 def load_into(tensors, path):

@@ -35,7 +35,10 @@ class SafeStream:
 
 
 def protect_streams():
-    """Wrap stdout and stderr in a `SafeStream` each, unless they are closed, and None."""
+    """Wrap stdout and stderr in a `SafeStream` each. Closed standard descriptors (`>&-`) become /dev/null: a checkpoint
+    that got one would receive what libraries print."""
+    while os.open(os.devnull, os.O_RDWR) <= 2:
+        pass
     sys.stdout, sys.stderr = (stream and SafeStream(stream) for stream in (sys.stdout, sys.stderr))
 
 

@@ -138,10 +138,14 @@ def state_of_run(loaded, names):
     row = OPTIMIZERS.get(loaded.state['config'].get('optimizer_name'))
     if not row or (row.build, row.hook) != (build_sophia, GNBHook):
         return None, None, None
-    state = checkpoint.load_checkpoint(loaded.path)[1]
+    path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
     if 'optimizer' not in state:  # an average of checkpoints, perhaps
         return None, None, None
-    saved, device = state['optimizer'], next(loaded.model.parameters()).device
+    saved = state['optimizer']
+    if path.is_dir():
+        from runtime.sharded import read_optimizer
+        saved = read_optimizer(path, saved, {})
+    device = next(loaded.model.parameters()).device
     h, m = ({name: flat([saved['state'][name][key]]).to(device) for name in names} for key in ('hessian', 'exp_avg'))
     return h, m, saved['param_groups']
 

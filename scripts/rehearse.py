@@ -5,12 +5,17 @@
 trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
 float32 on a CPU: in one go; stopped and resumed; in smaller micro-batches; on two ranks; on their shards; with
 activation checkpointing; compiled. It compares metrics, weights and the optimizer's state after each step, and the last
-validation loss with scripts/eval.py's of the checkpoint. It prints a line for each: equal; equal up to rounding; or the
-first step and the first number or tensor that differ. Exit status 1 if something differs. It warns where the model or
-its loss is not as training takes it to be (`contract`).
+validation loss with scripts/eval.py's. It prints a line for each: equal; equal up to rounding; or the first number and
+the first tensor that differ. Exit status 1 if something differs. It warns where the model or its loss breaks the
+contract with training, such as logits that depend on later tokens, or curvature that Sophia-G's estimate does not see.
+
+It does not see: state and terms of the loss that first count after its steps; gradient hooks, which no estimate
+follows; initial values that a constructor gives a linear layer or an embedding, because GPT's `self.apply` replaces
+them; what is computed from settings: `flops_per_token`, an estimate's `cost`, the update in scripts/curvature.py.
 Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 """
 
+import functools
 import json
 import math
 import os
@@ -20,12 +25,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -38,13 +42,14 @@ from runtime.files import one_line_errors
 from runtime.gpt import evaluation_mode
 from runtime.optim import global_norm
 from runtime.optimizer_state import equal, leaves
-from runtime.signals import undo_at_end
+from runtime.sharded import read_optimizer
 
 EXACT = 'model', 'resumed', 'evaluated'
 ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'sharded': ['--parallel=fsdp'],
            'recomputed': ['--activation_checkpointing=True'], 'compiled': ['--compile=True']}  # name → its flags
 STOP = 6  # the step before which a run is resumed: after an evaluation, before an estimate and a line of the log
-PATIENCE = 300  # seconds, and ten times those of the first run, after which a run is ended
+PATIENCE = 900  # seconds after which a run counts as hung
+close = functools.partial(torch.allclose, rtol=1e-4, atol=1e-5)
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # of which rounding may change one
 MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics of the machine
@@ -53,25 +58,29 @@ MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics
 # The model's contract
 
 
-@undo_at_end()
-def check_model(flags):
-    """Print a warning for each part of the `contract` that the model of a run with `flags` does not keep."""
+def contract(flags):
+    """Yield a line for each way in which the model of a run with `flags`, or its loss, breaks what others rely on."""
     run, loader = train.begin(train.resolve(flags))
-    sequences = next(loader)
+    model, sequences = run.raw_model, next(loader)
     loader.close()
-    for text in contract(run, sequences):
-        print(f'warning: {text}')
-
-
-def contract(run, sequences):
-    """Yield what is not as training, sampling or an estimate takes it to be in the model and its loss."""
-    model, X, Y = run.raw_model, sequences[:, :-1], sequences[:, 1:]
+    X, Y = sequences[:, :-1], sequences[:, 1:]
+    known = {*model.parameters(), *model.modules()}
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            if any(isinstance(item, (torch.nn.Parameter, torch.nn.Module)) and item not in known for item in items):
+                yield f'{prefix}.{key} holds parameters that are neither trained nor saved; use nn.ModuleList there'
     for p in run.params:  # because nothing is seen through zeros, as of output projections
         if p.dim() > 1 and not p.any():
             p.data.normal_(std=0.02)
+
     with torch.no_grad(), evaluation_mode(model):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        logits = model(X.clone(), Y.clone())[0]
+        logits, loss = model(X.clone(), Y.clone())[:2]
+        if logits.shape[:-1] != X.shape or loss.dim():
+            return (yield 'GPT.forward does not return (logits of all positions, 0-d mean loss)')
+        if not close(model(torch.cat([X, X]), torch.cat([Y, Y]))[1], loss):
+            yield 'GPT.forward returns another loss for the same sequences twice, so it is not a mean over predictions'
         for cut in range(1, X.size(1)):
             later = torch.cat([X[:, :cut], (X[:, cut:] + 1) % model.config.vocab_size], 1)
             if not close(model(later, Y.clone())[0][:, :cut], logits[:, :cut]):
@@ -79,49 +88,44 @@ def contract(run, sequences):
                        'losses may be far too low; use is_causal=True in attention, and self.training in dropout')
                 break
         if not close(model(X.clone())[0][:, -1], logits[:, -1]):
-            yield ('GPT.forward returns other logits without targets, with which scripts/sample.py samples, than with '
-                   'them, of which val/loss is; change them before `if targets is None`, or in `token_loss`')
+            yield ('GPT.forward returns other logits without targets, which scripts/sample.py uses, than with them, '
+                   'which val/loss uses; change them before `if targets is None`, or in `token_loss`')
         if changed := [name for name, buffer in model.named_buffers() if not equal(buffer, buffers.get(name))]:
             yield f'GPT.forward changes the buffer {changed[0]} in evaluation mode, too; do so only if self.training'
         if not close(train.cross_entropy(logits, Y), -logits.log_softmax(-1).gather(-1, Y[..., None])[..., 0]):
-            yield ('loss.py: cross_entropy is not the plain one, as val/loss and the labels of Sophia-G must be; put '
+            yield ('loss.py: cross_entropy is not the plain one, which val/loss and the labels of Sophia-G need; put '
                    'smoothed labels and the like into `token_loss`')
 
     targets = Y.clone()
-    logits, loss, *more = model(X.clone(), targets)
-    if run.hessian.samples_labels and not more:
-        yield from contract_of_estimate(run.params, logits, loss, targets >= 0)
+    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+        logits, loss, *more = model(X.clone(), targets)
+        if run.hessian.samples_labels and not more:
+            yield from contract_of_estimate(run.params, logits, loss, targets)
     trained = train.train_step(run, sequences, 0).loss
     if not math.isclose(trained, loss.item(), rel_tol=TOLERANCE):
         yield (f'the first step trains on a loss of {trained:.6g}, and GPT.forward returns {loss.item():.6g}, which is '
-               'all that evaluation and Hessian estimates see; put what training adds into `token_loss`')
+               'all that evaluation and Hessian estimates see; put additional terms into `token_loss`')
 
 
-def contract_of_estimate(params, logits, loss, counts):
-    """Yield what Gauss-Newton-Bartlett does not see of `loss`, which it takes for a function of the `logits` with the
-    Hessian of their cross-entropy at the positions that count."""
-    gradient, = torch.autograd.grad(loss, logits, create_graph=True, materialize_grads=True)
-    whole, seen = (torch.autograd.grad(output, params, weight, retain_graph=True, materialize_grads=True)
-                   for output, weight in ((loss, None), (logits, gradient.detach())))
-    share = global_norm(torch._foreach_sub(whole, seen)) / global_norm(whole)
-    if share > 0.01:
-        yield (f'terms of the loss that are not functions of the logits make {share:.0%} of its gradient; Sophia-G '
-               'does not see them, so h may be too small; see docs/hacking.md, "Another loss"')
-    signs, p = 1.0 - 2 * (torch.arange(logits.size(-1)) % 2), logits.detach().softmax(-1)
-    expected = p * (signs - (p @ signs)[..., None]) * counts[..., None] / counts.sum()
-    try:
-        product, = torch.autograd.grad(gradient, logits, signs.expand_as(logits))
-    except RuntimeError:  # a loss without a second derivative
-        return
-    apart = (product - expected).norm() / expected.norm()
-    if apart > 0.1:
-        yield (f'the Hessian of the loss in the logits differs by {apart:.0%} from that of their cross-entropy over '
-               'targets other than -1, which Sophia-G estimates: predictions are masked, weighted, or of other logits; '
-               'see docs/hacking.md, "Another loss"')
+def contract_of_estimate(params, logits, loss, targets):
+    """Yield a line if the curvature of `loss` is not the one that Sophia-G estimates, of the cross-entropy of `logits`
+    at the targets that count, as seen in a Hessian-vector product of each."""
+    plain = train.cross_entropy(logits, targets).sum() / (targets >= 0).sum()
+    signs = [1.0 - 2 * torch.randint_like(p, 2) for p in params]
 
+    def product(loss):
+        """Return the product of `signs` with the Hessian of `loss`, less the share of the logits' own curvature."""
+        weights, = torch.autograd.grad(loss, logits, retain_graph=True, materialize_grads=True)
+        rest = loss - (weights * logits).sum()
+        gradient = torch.autograd.grad(rest, params, create_graph=True, materialize_grads=True)
+        return torch.autograd.grad(gradient, params, signs, retain_graph=True, materialize_grads=True)
 
-def close(a, b):
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    seen = product(plain)
+    share = global_norm(torch._foreach_sub(product(loss), seen)) / global_norm(seen)
+    if share > 0.1:
+        yield (f'the curvature of the loss differs by {share:.0%} from the one of the cross-entropy of the logits over '
+               'targets other than -1, which Sophia-G estimates: it has masks, weights, other logits or terms that are '
+               'not functions of the logits; see docs/hacking.md, "Another loss"')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,81 +167,71 @@ def shrunk(argv, steps):
         arg for arg in argv if arg[:2] == '--']
 
 
-def launch(argv, ranks=1, first=None):
-    """Run the script argv[0] on `ranks` ranks. Return what they print; SystemExit with the last line if one fails, or
-    if they take much longer than the `first` run, in seconds."""
-    environments = [dict(os.environ, OMP_NUM_THREADS='1')]
-    if ranks > 1:
-        with socket.create_server(('127.0.0.1', 0)) as free:
-            port = free.getsockname()[1]
-        environments = [environments[0] | dict(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-            MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for rank in range(ranks)]
-    limit = None if first is None else PATIENCE + 10 * first
+def launch(argv, ranks=1):
+    """Run the script argv[0] on `ranks` ranks. Return what they print; SystemExit with the last line if one fails."""
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        port = free.getsockname()[1]
+    environments = [dict(os.environ, OMP_NUM_THREADS='1', RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                         LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+                    for rank in range(ranks)]
     with tempfile.TemporaryFile('w+', errors='replace') as output:
         processes = [subprocess.Popen([sys.executable, *argv], stdout=output, stderr=subprocess.STDOUT, env=environment)
                      for environment in environments]
         try:
-            for process in processes:
-                process.wait(limit)
+            codes = [process.wait(PATIENCE) for process in processes]
         except subprocess.TimeoutExpired:
+            raise SystemExit(f'STOPS: still running after {PATIENCE} s') from None
+        finally:
             for process in processes:
                 process.kill()
                 process.wait()
-            raise SystemExit(f'STOPS: still running after {limit:.0f} s, while one rank took {first:.0f} s') from None
         output.seek(0)
         text = output.read()
-    if code := next((process.returncode for process in processes if process.returncode), 0):
+    if code := next(filter(None, codes), 0):
         raise SystemExit(f'STOPS with exit code {code}: {last_words(text)}')
     return text
 
 
 def last_words(text):
-    """Return the line of a program's output that says why it ended: that of its last exception, whose message may have
-    several lines, else the last one; '' if there is none."""
+    """Return the line of its last exception in a program's output, else its last line; '' if there is none."""
     lines = [re.sub(r'^\[rank\d+\]: ', '', line).strip() for line in text.strip().splitlines()]
     raised = [line for line in lines if re.match(r'[\w.]+(Error|Exception): ', line)]
     return (raised or lines or [''])[-1]
 
 
-def trained(out_dir, flags, ranks=1, first=None, nudge=False):
-    """Train with `flags`. Return the run's `out_dir`, its `steps`, {step: {name: value}}, and how many `seconds` it
-    took."""
-    started, steps = time.monotonic(), {}
-    launch([__file__, '--session', str(int(nudge)), *flags, f'--out_dir={out_dir}'], ranks, first)
-    seconds = time.monotonic() - started
+def trained(out_dir, flags, ranks=1, nudge=False):
+    """Train with `flags`. Return {step: {name: value}} of the run's metrics, weights and states."""
+    launch([__file__, '--session', str(int(nudge)), *flags, f'--out_dir={out_dir}'], ranks)
+    steps = {}
     for line in read_metrics(out_dir / 'metrics.jsonl'):
         measured = {key: value for key, value in line.items() if not MACHINE.search(key)}
         steps.setdefault(line['iter'], {}).update(leaf for key in measured for leaf in leaves(measured[key], key))
     for path in checkpoints(out_dir):
         state = load_checkpoint(path)[1]
-        saved = dict(weights=state['model'], optimizer=state['optimizer'],
+        optimizer = read_optimizer(path, state['optimizer'], {}) if path.is_dir() else state['optimizer']
+        saved = dict(optimizer=optimizer, weights=state['model'],
                      TrainState={key: value for key, value in state['train_state'].items() if key != 'seconds'})
         steps.setdefault(number(path), {}).update(leaf for part in saved for leaf in leaves(saved[part], part))
-    return SimpleNamespace(out_dir=out_dir, steps=steps, seconds=seconds)
+    return steps
 
 
-def resumed(out_dir, flags, whole):
-    """Return what `trained` does for a run that is resumed before the step STOP of the run `whole`."""
+def resumed(out_dir, flags, whole, steps):
+    """Return what `trained` does for a run that is resumed before the step STOP of the run in `whole` with `steps`."""
     out_dir.mkdir()
-    for path in whole.out_dir.iterdir():  # as if the run had been killed after its last step
+    for path in whole.iterdir():  # as if the run had been killed after its last step
         if path.is_file() and number(path) in (None, STOP):
             shutil.copy(path, out_dir)
-    run = trained(out_dir, flags, first=whole.seconds)
-    run.steps |= {i: values for i, values in whole.steps.items() if i < STOP}
-    return run
+    return trained(out_dir, flags) | {i: values for i, values in steps.items() if i < STOP}
 
 
-def evaluated(whole, sequences):
-    """Compare the last validation losses of a run with scripts/eval.py's of its last checkpoint. Return (whether they
-    agree, and a text)."""
-    script, logged = str(ROOT / 'scripts/eval.py'), whole.steps[max(whole.steps)]
-    text = launch([script, str(whole.out_dir), f'--eval_sequences={sequences}', '--device=cpu'], first=whole.seconds)
+def evaluated(out_dir, logged, sequences):
+    """Compare a run's `logged` validation losses with scripts/eval.py's. Return (whether they agree, and a text)."""
+    text = launch([str(ROOT / 'scripts/eval.py'), str(out_dir), f'--eval_sequences={sequences}', '--device=cpu'])
     for result in map(json.loads, re.findall(r'^\{.*\}$', text, re.MULTILINE)):
         expected = logged.get(f'val/loss/{Path(result["data"]).parent.name}', logged['val/loss'])  # of a mixture's part
         if not math.isclose(result['loss'], expected, rel_tol=1e-5):
-            return False, (f'DIFFERS: scripts/eval.py measures {result["loss"]:.9g} of the last checkpoint instead of '
-                           f'{expected:.9g} (it makes the model of GPTConfig and state_dict alone)')
+            return False, (f'DIFFERS: scripts/eval.py measures {result["loss"]:.9g} instead of {expected:.9g}; it '
+                           'makes the model of GPTConfig and state_dict alone')
     return True, 'equal up to rounding'
 
 
@@ -260,31 +254,33 @@ def apart(one, two, start=None):
 
 
 def difference(ours, theirs, nudged=None):
-    """Compare the steps of two runs. Return (whether they agree, and a text that says how far).
+    """Compare the steps of two runs. Return (whether they agree, a text with the first number and tensor that differ).
 
     They agree if they are equal, or, given a third run whose weights were `nudged`, up to rounding: the relative
-    difference, of weights relative to how far they have moved, is below TOLERANCE, or ten times what that run has shown
-    so far for values of this kind.
+    difference, of weights relative to how far they have moved, is below TOLERANCE, or ten times the largest one so far
+    that this run has shown for values of this kind.
     """
-    equally, drift, starts = True, {}, {}
+    found, equally, drift, starts = [], True, {}, {}
     for step in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(step, {}), theirs.get(step, {})
         for name in a if nudged else ():
             relative = apart(a[name], nudged.get(step, {}).get(name, 'nothing'), starts.get(name))
             drift[kind(name)] = max(drift.get(kind(name), 0.0), relative)
         for name in {**a, **b}:
-            if nudged and name.startswith(COUNTS):
-                continue
             x, y = a.get(name, 'nothing'), b.get(name, 'nothing')
             relative = apart(x, y, starts.get(name))
             allowed = max(TOLERANCE, 10 * drift.get(kind(name), 0.0)) if nudged else 0.0
-            if not relative <= allowed:  # NaN, too
-                return False, (f'DIFFERS from step {step}: {name} is {shown(y)} instead of {shown(x)}' + (
-                    '' if nudged else '; state may live in TrainState, in buffers, and in the optimizer\'s state and '
-                    'param_groups'))
+            if not (relative <= allowed or nudged and name.startswith(COUNTS)):  # NaN, too
+                found.append((step, name, x, y))
             equally &= relative == 0
         starts = {name: value for name, value in a.items() if name.startswith('weights')} | starts
-    return True, 'equal' if equally else 'equal up to rounding'
+    if not found:
+        return True, 'equal' if equally else 'equal up to rounding'
+    first_tensor = [one for one in found if isinstance(one[2], torch.Tensor)][:1]
+    first = [f'from step {step}: {name} is {shown(y)} instead of {shown(x)}' for step, name, x, y in
+             found[:1] + first_tensor]
+    places = '' if nudged else "state may live in TrainState, in buffers, in the optimizer's state and param_groups"
+    return False, f'DIFFERS {"; ".join(filter(None, [*dict.fromkeys(first), places]))}'
 
 
 def kind(name):
@@ -294,6 +290,12 @@ def kind(name):
 
 def shown(value):
     return f'a tensor of norm {value.double().norm():.9g}' if isinstance(value, torch.Tensor) else str(value)
+
+
+def without_dropout(c):
+    """Return flags that turn off each probability, number or switch of dropout, which draws by micro-batch."""
+    off = {key: one.type() for key, one in c.declared.items() if 'drop' in key and one.type is not str}
+    return [f'--{key}={value}' for key, value in off.items() if c.values[key] and not c.declared[key].problem(value)]
 
 
 def skipped(c):
@@ -312,22 +314,21 @@ def skipped(c):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ['--model']:
-        return check_model(argv[1:])
+        return print(*(f'warning: {text}' for text in contract(argv[1:])), sep='\n')
     if argv[:1] == ['--session']:
         return session(int(argv[1]), argv[2:])
     parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
     parser.add_argument('--steps', type=at_least(STOP + 1), default=10, help='of each run (default: 10)')
-    comparisons = [*EXACT, *ROUNDED]
-    parser.add_argument('--only', choices=comparisons, nargs='+', default=comparisons, help='some of the comparisons')
+    names = [*EXACT, *ROUNDED]
+    parser.add_argument('--only', choices=names, nargs='+', default=names, help='some of the comparisons')
     args, flags = parser.parse_known_args(argv)
     flags = shrunk(flags, args.steps)
     c = train.resolve(flags, world_size=1)
-    # Without dropout, which draws by micro-batch
-    plain_flags = flags + [f'--{key}=0' for key, value in c.values.items() if 'drop' in key and value]
+    plain_flags = flags + without_dropout(c)
     left_out, failed = skipped(c), False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
-        whole = trained(place / 'whole', flags) if [*args.only] != ['model'] else None
+        whole = trained(place / 'whole', flags) if args.only != ['model'] else None
         if {*args.only} & {*ROUNDED}:
             plain = trained(place / 'plain', plain_flags) if plain_flags != flags else whole
             nudged = trained(place / 'nudged', plain_flags, nudge=True)
@@ -341,12 +342,11 @@ def main(argv=None):
                     text = launch([__file__, '--model', *plain_flags, f'--out_dir={place / name}'])
                     return True, '\n'.join(re.findall('^warning: .*$', text, re.MULTILINE)) or 'as training takes it'
                 if name == 'resumed':
-                    return difference(whole.steps, resumed(place / name, flags, whole).steps)
+                    return difference(whole, resumed(place / name, flags, place / 'whole', whole))
                 if name == 'evaluated':
-                    return evaluated(whole, c.eval_sequences)
+                    return evaluated(place / 'whole', whole[max(whole)], c.eval_sequences)
                 ranks = 2 if name in ('two ranks', 'sharded') else 1
-                run = trained(place / name, [*plain_flags, *ROUNDED[name]], ranks, whole.seconds)
-                return difference(plain.steps, run.steps, nudged.steps)
+                return difference(plain, trained(place / name, [*plain_flags, *ROUNDED[name]], ranks), nudged)
             except SystemExit as error:
                 return False, str(error)
 

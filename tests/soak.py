@@ -26,7 +26,7 @@ from faults import fork
 import optimizers
 import train
 from configurator import HARMLESS, Config
-from runtime import checkpoint
+from runtime import checkpoint, sharded
 from runtime.arguments import argument_parser
 from runtime.files import FAILED
 from runtime.optimizer_state import first_difference
@@ -93,13 +93,14 @@ def interruptions(rng, iterations):
 
 
 def damage(rng, out_dir):
-    """Cuts off the newest checkpoint or flips one of its bits, unless it is the only one."""
+    """Cuts off a file of the newest checkpoint or flips one of its bits, unless it is the only one."""
     newest, *older = checkpoint.checkpoints(out_dir)
     if not older:
         return
-    data, at = bytearray(newest.read_bytes()), rng.randrange(newest.stat().st_size)
+    path = rng.choice(sorted(newest.iterdir())) if newest.is_dir() else newest
+    data, at = bytearray(path.read_bytes()), rng.randrange(path.stat().st_size)
     data[at] ^= 1 << rng.randrange(8)
-    newest.write_bytes(data[:rng.choice((at, len(data)))])
+    path.write_bytes(data[:rng.choice((at, len(data)))])
 
 
 def attempt(rng, directory, train):
@@ -143,6 +144,9 @@ def contents(out_dir):
     for name, path in dict(last=checkpoint.checkpoints(out_dir)[0], best=checkpoint.best_path(out_dir)).items():
         if path:
             _, state = checkpoint.load_checkpoint(path)
+            if path.is_dir():
+                optimizer = state['optimizer']
+                state['optimizer'] = sharded.read_optimizer(path, optimizer, dict.fromkeys(optimizer['state']))
             del state['train_state']['seconds'], state['code']  # which may be edited meanwhile
             state['config'] = {k: v for k, v in state['config'].items()
                                if k not in Config(train.DEFAULTS).having(*HARMLESS)}

@@ -2,7 +2,6 @@
 
 import io
 import os
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -151,18 +150,6 @@ def test_the_time_limit_is_in_hours_since_the_start_of_the_run():
         world, before = World('cpu', 'gloo'), time.monotonic()
         with undo_at_end():
             assert StopSignals(world, hours).deadline == pytest.approx(before + 3600 * (hours or float('inf')), abs=1)
-
-
-def test_a_run_in_a_thread_leaves_signals_alone(capsys):
-    def listen():
-        with undo_at_end():
-            StopSignals(World('cpu', 'gloo'))
-
-    before, thread = signal.getsignal(signal.SIGTERM), threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-    assert capsys.readouterr().err.startswith('warning: training in a thread: signals neither stop nor save it')
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def exit_together(world):

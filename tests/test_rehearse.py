@@ -1,8 +1,9 @@
 """scripts/rehearse.py: the unedited repository passes, and edits that keep state in a wrong place are found."""
 
-
 import pytest
+import torch
 
+from configurator import Config, setting
 from scripts import rehearse
 
 TINY = ['--model_size=tiny', '--optimizer_name=sophiag', '--n_layer=1', '--n_embd=16', '--block_size=16', '--steps=7']
@@ -12,7 +13,7 @@ TINY = ['--model_size=tiny', '--optimizer_name=sophiag', '--n_layer=1', '--n_emb
 def report(fork, corpus, monkeypatch, capsys):
     """report(code, *argv): the exit status and the output of a rehearsal of the repository with the edits of `code`."""
     def run(code, *argv):
-        def launch(argv, ranks=1, first=None):
+        def launch(argv, ranks=1):
             done = fork(*argv, faults=code, ranks=ranks)
             text = done.out + done.err
             if done.code:
@@ -218,13 +219,6 @@ model.GPT.forward = averaging
 '''
 
 
-BUFFER = '''
-forward = model.GPT.forward
-def growing(self, *args):
-    self.register_buffer('cache', torch.zeros(3))
-    return forward(self, *args)
-model.GPT.forward = growing
-'''
 DRIFT = '''
 step = torch.amp.GradScaler.step
 def drifting(scaler, optimizer):
@@ -269,10 +263,9 @@ model.GPT.__init__ = made
     (OF_MICRO_BATCHES, 'micro-batches', 'DIFFERS from step 0: grad_norm is '),
     (ACCURACY, 'micro-batches', ': val/training_loss is '),
     (AVERAGING, 'micro-batches', 'DIFFERS from step '),
-    (BUFFER, 'resumed', 'STOPS with exit code 1: '),
     (DRIFT, 'two ranks', 'DIFFERS from step '),
 ], ids=['window', 'places', 'ramp', 'stream', 'mean', 'previous', 'line', 'random', 'share', 'sparse', 'trust_ratio',
-        'capped', 'statistic', 'of_micro_batches', 'accuracy', 'averaging', 'buffer', 'drift'])
+        'capped', 'statistic', 'of_micro_batches', 'accuracy', 'averaging', 'drift'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
     assert status and text.startswith(comparison) and words in text, text
@@ -302,6 +295,16 @@ def loss_is(expression):
     return f'import loss\nplain = loss.token_loss\nloss.token_loss = lambda logits, targets: {expression}\n'
 
 
+HIDDEN = """
+init = model.GPT.__init__
+def with_scales(self, config):
+    init(self, config)
+    self.transformer.h[0].scales = dict(residual=torch.nn.Parameter(torch.ones(1)))
+    self.transformer.h[0].all = [self.transformer.wte, self.transformer.wte.weight]
+model.GPT.__init__ = with_scales
+"""
+
+
 @pytest.mark.parametrize('code, words', [
     ('', 'as training takes it'),
     (attending('None'), 'later tokens or chance'),
@@ -329,10 +332,18 @@ model.GPT.__init__ = with_buffer
     (loss_is('plain(logits - 0.5 * torch.arange(1.0, 257).log(), targets)'), 'differs by '),
     (loss_is('0.8 * plain(logits, targets) - 0.2 * logits.log_softmax(-1).mean(-1)'), 'as training takes it'),
     (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss if targets is None else '
-                    'loss + self.transformer.wpe.weight.square().sum()'), 'terms of the loss that are not functions'),
+                    'loss + self.transformer.wpe.weight.square().sum()'), 'differs by '),
     ('import functools\ntorch.nn.functional.cross_entropy = functools.partial(\n'
      '    torch.nn.functional.cross_entropy, label_smoothing=0.1)', 'cross_entropy is not the plain one'),
     (PENALTY, 'the first step trains on a loss of '),
+    (LENGTH, 'as training takes it'),
+    (HIDDEN, 'transformer.h.0.scales holds parameters that are neither trained nor saved'),
+    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss and len(idx) * loss'),
+     'another loss for the same sequences twice'),
+    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss and loss[None]'),
+     'does not return (logits of all positions, 0-d mean loss)'),
+    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    logits = logits[:, -1:]'),
+     'does not return (logits of all positions, 0-d mean loss)'),
 ])
 def test_a_model_that_is_not_as_training_takes_it(report, code, words):
     status, text = report(code, '--dropout=0.2', '--only', 'model')
@@ -351,6 +362,22 @@ def test_the_loop_may_draw_random_numbers_and_keep_a_file_and_layers_may_have_pa
 
 
 def test_ranks_that_wait_for_each_other_are_ended(monkeypatch):
-    monkeypatch.setattr(rehearse, 'PATIENCE', 0)
-    with pytest.raises(SystemExit, match='still running after 1 s, while one rank took 0 s'):
-        rehearse.launch(['-c', 'import time; time.sleep(60)'], ranks=2, first=0.1)
+    monkeypatch.setattr(rehearse, 'PATIENCE', 1)
+    with pytest.raises(SystemExit, match='still running after 1 s'):
+        rehearse.launch(['-c', 'import time; time.sleep(60)'], ranks=2)
+
+
+def test_each_kind_of_dropout_is_turned_off_and_a_text_is_left_alone():
+    settings = dict(dropout=0.1, drop_path=True, drop_blocks=2, droppable=setting(3, at_least=1), drop_kind='rows',
+                    drop_nothing=False)
+    assert rehearse.without_dropout(Config(settings)) == ['--dropout=0.0', '--drop_path=False', '--drop_blocks=0']
+
+
+def test_the_first_number_and_the_first_tensor_that_differ_are_named():
+    one = {1: dict(loss=1.0, a=torch.ones(2), b=torch.ones(2)), 2: dict(loss=1.0, a=torch.ones(2), b=torch.ones(2))}
+    two = {1: dict(one[1], loss=2.0), 2: dict(one[2], b=torch.zeros(2))}
+    agrees, text = rehearse.difference(one, two)
+    assert not agrees and text.startswith('DIFFERS from step 1: loss is 2.0 instead of 1.0; from step 2: b is a tensor '
+                                          'of norm 0 instead of a tensor of norm 1.41421356; state may live in ')
+    assert rehearse.difference(one, {**one, 1: two[1]})[1].count('from step') == 1
+    assert rehearse.difference(one, one) == (True, 'equal')
