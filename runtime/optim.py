@@ -13,7 +13,11 @@ OVERFLOWS = 40
 def set_learning_rate(optimizer, lr):
     """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
-        group['lr'] = lr * group.get('lr_scale', 1.0)
+        rate = lr * group.get('lr_scale', 1.0)
+        if isinstance(group['lr'], torch.Tensor):  # some libraries keep a tensor, and refuse a number
+            group['lr'].fill_(rate)
+        else:
+            group['lr'] = rate
 
 
 def parameters(optimizer):

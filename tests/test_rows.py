@@ -200,6 +200,14 @@ def test_optimizers_of_libraries_that_train(name):
     first_step(name)
 
 
+def test_a_learning_rate_that_is_a_tensor_is_filled():
+    """A library's optimizer, or a compiled update, may hold on to it."""
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=rate)
+    optim.set_learning_rate(optimizer, 0.05)
+    assert optimizer.param_groups[0]['lr'] is rate and rate == 0.05
+
+
 @pytest.mark.parametrize('name, message', [
     ('torch:LBFGS', 'use adamw'), ('torch:Muon', 'use muon'), ('torch:SparseAdam', 'gradients here are dense'),
     ('pytorch_optimizer:SophiaH', 'use sophiah'),
