@@ -1,11 +1,11 @@
-"""Draw the README's picture, final losses minus AdamW's at 0.8M and 30M parameters, from records/ and nothing else.
+"""Draw the README's picture from records/: final losses at five horizons, and the norm of h at 30M parameters.
 
   python dev/front.py --output records/front.png
 """
 
+import csv
 import sys
 from pathlib import Path
-from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -13,31 +13,20 @@ from analysis.figures import argparser, figure, save
 from analysis.significance import difference
 from records.dissection import results as dissection
 from records.gpu_30m import results as gpu_30m
-from records.studies import part_of
+
+COLORS = {'AdamW': 'C0', 'Sophia-G': 'C1', 'Muon': 'C2', 'SOAP': 'C3'}
 
 
-def panels():
-    """Return {title of a panel: {arm: its losses with fresh seeds}}; AdamW is the first arm of each."""
+def differences():
+    """Return the README's two differences, Sophia-G's final loss minus AdamW's: {model: `difference`}."""
     C = dissection.arms_of(dissection.find_runs([ROOT / 'records/dissection']), 'C')
-    small = {label: dissection.losses(dissection.fresh_runs(C, name, dissection.SIX))
-             for name, label in (('adamw', 'AdamW'), ('sophiag', 'Sophia-G'))}
-    runs = gpu_30m.read_runs()
-    arms = gpu_30m.fresh_arms(runs)
-    gamma = next(run.gamma for run in runs if part_of(run) == 'b' and run.optimizer_name == 'sophiag')
-    mine = {'AdamW': (*arms['AdamW'], 0.0), **{f'Sophia-G, {rate:g}': (name, rate, gamma)
-                                               for name, rate in arms.values() if name == 'sophiag'}}
-    large = {label: [run.final_loss for run in runs if run.max_iters == gpu_30m.LONG
-                     and run.seed != gpu_30m.SEARCH_SEED
-                     and (run.optimizer_name, run.learning_rate, run.gamma) == settings]
-             for label, settings in mine.items()}
-    return {'0.8M parameters, 9,600 steps, both tuned': small,
-            '30M parameters, 3,000 steps, Sophia-G at two learning rates': large}
-
-
-def tests(arms):
-    """Return {arm: its `difference` to AdamW}, of the arms of a panel."""
-    (_, adamw), *others = arms.items()
-    return {label: difference(losses, adamw) for label, losses in others}
+    small = [dissection.losses(dissection.fresh_runs(C, name, dissection.SIX)) for name in ('sophiag', 'adamw')]
+    runs = [run for run in gpu_30m.read_runs() if run.max_iters == gpu_30m.LONG and run.seed != gpu_30m.SEARCH_SEED]
+    arms = gpu_30m.fresh_arms(gpu_30m.read_runs())
+    _, rate = arms['Sophia-G, 0.0008']
+    large = [[run.final_loss for run in runs if run.optimizer_name == name and run.learning_rate == rate
+              and run.gamma != gpu_30m.LOWER_GAMMA] for name, rate in (('sophiag', rate), arms['AdamW'])]
+    return {'0.8M': difference(*small), '30M': difference(*large)}
 
 
 def interval(test):
@@ -45,35 +34,36 @@ def interval(test):
     return f'{test["difference"]:+.3f} ± {test["plus_or_minus"]:.3f}'.replace('-', '−')
 
 
-def draw(found):
-    """Draw a panel for each model: a point for each seed, the mean's 95 % interval, its numbers right of the axis.
-    Return (figure, rows)."""
-    rows = []
-    fig, axes = figure(len(found), width=5.4, height=1.9)
-    for ax, (title, arms) in zip(axes, found.items()):
-        reference, tested = mean(arms['AdamW']), tests(arms)
-        ax.axvline(0, color='0.6', linewidth=1)
-        for y, (label, losses) in enumerate(reversed(arms.items())):
-            color = 'C0' if label == 'AdamW' else 'C1'
-            ax.plot([loss - reference for loss in losses], [y + 0.18] * len(losses), 'o', markersize=4, color=color,
-                    alpha=0.6)
-            if label in tested:
-                ax.errorbar(tested[label]['difference'], y - 0.1, xerr=tested[label]['plus_or_minus'], fmt='D',
-                            markersize=5, capsize=4, color=color)
-                ax.annotate(interval(tested[label]), (1.02, y), xycoords=('axes fraction', 'data'), va='center',
-                            fontsize=9)
-            rows.append(dict(panel=title, arm=label, seeds=len(losses), loss=mean(losses), **{
-                key: tested.get(label, {}).get(key) for key in ('difference', 'plus_or_minus', 'p')}))
-        ax.set(ylim=(-0.6, len(arms) - 0.4), title=title, xlabel="final validation loss minus AdamW's")
-        ax.set_yticks(range(len(arms)), [*reversed(arms)])
+def draw():
+    """Return (figure, rows)."""
+    fig, (losses, norms) = figure(2, width=4.8, height=3.0)
+    with (ROOT / 'records/study/study.csv').open(encoding='utf-8') as file:
+        rows = [dict(optimizer=row['optimizer'], steps=int(row['T']), loss=float(row['val/loss']), seeds=row['seeds'])
+                for row in csv.DictReader(file)]
+    for name, color in COLORS.items():
+        mine = [row for row in rows if row['optimizer'] == name]
+        losses.plot([row['steps'] for row in mine], [row['loss'] for row in mine], 'o-', color=color, label=name)
+    losses.set(xscale='log', xlabel='steps of the run', ylabel='final validation loss',
+               title='0.8M parameters, tuned, five horizons')
+    losses.set_xticks([600, 1200, 2400, 4800, 9600], ['600', '1,200', '2,400', '4,800', '9,600'], minor=False)
+    losses.minorticks_off()
+    runs = [run for run in gpu_30m.read_runs() if run.max_iters == gpu_30m.LONG and run.optimizer_name == 'sophiag'
+            and run.gamma != gpu_30m.LOWER_GAMMA]
+    for rate, color in ((0.0008, 'C1'), (0.0016, 'C4')):
+        mine = [run for run in runs if run.learning_rate == rate]
+        for run in mine:
+            steps, values = run.series('hessian_norm')
+            norms.plot(steps, values, color=color, linewidth=1,
+                       label=f'learning rate {rate:g}, {len(mine)} runs' if run is mine[0] else None)
+            rows += [dict(run=run.out_dir.name, learning_rate=rate, steps=step, norm=value)
+                     for step, value in zip(steps, values)][::10]
+    norms.set(yscale='log', xlabel='steps', ylabel='norm of h', title='Sophia-G, 30M parameters: h may run away')
+    norms.xaxis.set_major_formatter('{x:,.0f}')
+    for ax in (losses, norms):
+        ax.legend(frameon=False, fontsize=8)
         ax.title.set_fontsize(10)
     return fig, rows
 
 
-def main():
-    args = argparser(__doc__, 'front.png').parse_args()
-    save(args.output, *draw(panels()))
-
-
 if __name__ == '__main__':
-    main()
+    save(argparser(__doc__, 'front.png').parse_args().output, *draw())
