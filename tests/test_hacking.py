@@ -27,7 +27,6 @@ CHECKS = {
 }
 
 
-
 def elsewhere(copy):
     """Code for `fork`: the modules in the directory `copy` take the place of the repository's."""
     return f'''
