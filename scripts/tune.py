@@ -66,8 +66,8 @@ def main(argv=None):
     show(tried.values())
     for key, value in best.items():
         numbers = {as_number(trial.settings[key]) for trial in tried.values()}
-        if len(numbers) > 1 and not isinstance(as_number(value), str) and as_number(value) in (
-                min(numbers), max(numbers)):
+        if len(numbers) > 1 and not any(isinstance(number, str) for number in numbers) and (
+                as_number(value) in (min(numbers), max(numbers))):
             print(f'note: the best {key}, {value}, is at the edge of its --values; give more there')
     print(f'best of {len(tried)} settings tried: {" ".join(f"--{key}={value}" for key, value in best.items())}, '
           f'val loss {loss:.4f}')
