@@ -192,9 +192,8 @@ def one_line_errors():
     """Turn an OSError inside into a SystemExit with its file and reason; a decorator for the `main` of a script. A
     character that the terminal cannot show is printed as ?, and a reader that closes the pipe, as head does, ends the
     script quietly."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, 'reconfigure'):  # pytest's has not
-            stream.reconfigure(errors='replace')
+    if getattr(sys.stdout, 'errors', '') == 'strict':
+        sys.stdout.reconfigure(errors='replace')
     try:
         yield
     except BrokenPipeError:
