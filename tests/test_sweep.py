@@ -303,4 +303,4 @@ def test_the_curvature_at_a_checkpoint(swept, tmp_path, capsys, monkeypatch, est
     assert total['positive'] > 0.95 and total['agreement'] > 0.5
     assert total['noise_of_h'] > 0 and total['scale'] > 0
     out = capsys.readouterr().out
-    assert 'signal_over_noise' in out and 'along_low' in out
+    assert 'signal_over_noise' in out and 'mean_age' in out
