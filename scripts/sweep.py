@@ -147,44 +147,24 @@ def sweep_argparser(doc):
 @undo_at_end()
 def train_all(trials, jobs, launcher):
     """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr."""
-    def report(trial):
-        state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} (its log.txt)'
-        print(f'{trial.out_dir}: {state}', file=sys.stderr, flush=True)
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
-    waiting = [trial for trial in trials if not trial.ended]
+    waiting, running = [trial for trial in trials if not trial.ended], {}  # running: slot → (trial, process)
     try:
-        run_in_turns(lambda: waiting, lambda trial, slot: start_trial(trial, launcher, slot, jobs), jobs, report)
+        while waiting or running:
+            for slot in range(jobs):
+                if slot in running and running[slot][1].poll() is not None:
+                    trial, _ = running.pop(slot)
+                    state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} (its log.txt)'
+                    print(f'{trial.out_dir}: {state}', file=sys.stderr, flush=True)
+                if slot not in running and waiting:
+                    trial = waiting.pop(0)
+                    running[slot] = trial, start_trial(trial, launcher, slot, jobs)
+            time.sleep(0.1)
     except KeyboardInterrupt:
         raise SystemExit('interrupted; the same command resumes where it stopped') from None
-
-
-def run_in_turns(due, start, jobs, ended):
-    """Run a process for each item of `due()`, `jobs` at a time, until none is left. On an error all save their state.
-
-    Args:
-        due: function that returns the items to run, in order; called when a process has ended.
-        start: (item, slot) → process; slot: a number below `jobs`.
-        ended: called with each item whose process has ended.
-    """
-    started, running = [], {}  # running: slot → (item, process)
-    try:
-        while True:
-            waiting = [item for item in due() if item not in started]
-            for slot, item in zip([slot for slot in range(jobs) if slot not in running], waiting):
-                started.append(item)
-                running[slot] = item, start(item, slot)
-            if not running:
-                return
-            while not (done := [slot for slot, (_, process) in running.items() if process.poll() is not None]):
-                time.sleep(0.1)
-            for slot in done:
-                ended(running.pop(slot)[0])
     finally:
-        if running:
-            print('stopping: the runs save their state', file=sys.stderr, flush=True)
         for _, process in running.values():
-            process.terminate()
+            process.terminate()  # upon which it saves its state
         for _, process in running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
