@@ -41,7 +41,7 @@ from runtime.speed import Speed
 SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py, which also works here, has no such table
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Settings. `setting(value)` has that default; `setting(type)` has none, and `derive` fills it in. Roles matter when runs
+# Settings. `setting(value)` has that default; `setting(type)` has none, and `derive` fills it in. Roles count when runs
 # are resumed or compared. 'model' (a field of GPTConfig), 'protocol' and the fingerprint of 'data' must agree; 'tuned',
 # the default role, and 'horizon' may differ; runs are averaged over 'chance'; 'eval' and 'run' do not change what a run
 # computes. 'horizon' may also change at a resume, before the learning rate decays.

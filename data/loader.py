@@ -1,5 +1,6 @@
 """Sequences of tokens from memory-mapped bins: the stateless order (see runtime/rng.py), prefetch, validation."""
 
+import functools
 import hashlib
 import json
 import os
@@ -11,9 +12,11 @@ import numpy as np
 import torch
 
 from data.tokenizer import FileTokenizer, GPT2Tokens, identifying
-from runtime.files import expanded
+from runtime.files import expanded, warn
 from runtime.rng import AUGMENTATION, SEQUENCES, keyed_bits, keyed_generator
 
+FEW = 8  # sequences of a validation set, whose loss is coarse
+warn_once = functools.cache(warn)  # not at each evaluation
 is_dir = os.path.isdir  # noqa: PTH112 - False for a mixture's text, which may be too long for a name
 
 
@@ -21,12 +24,10 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     """Return where the `n` sequences, of block_size + 1 tokens, of a mini-batch start: int64 (n,), uniform over all.
 
     For a mixture, `num_tokens` is a list, and starts count through its parts as if they were concatenated; no sequence
-    crosses from one to the next. ValueError unless its `weights` sum to 1.
+    crosses from one to the next. Its `weights` sum to 1.
     """
     fraction = (keyed_bits(seed, SEQUENCES, iteration, n) >> np.uint64(11)) * 2.0 ** -53
     sizes, edges = np.atleast_1d(num_tokens), np.cumsum([0.0, *weights])
-    if len(weights) != len(sizes) or min(weights) < 0 or abs(edges[-1] - 1) > 1e-9:
-        raise ValueError(f'weights {weights}: must be {len(sizes)} numbers, 0 or more, with the sum 1')
     part = np.minimum(np.searchsorted(edges, fraction, side='right'), len(sizes)) - 1
     inside = (fraction - edges[part]) / np.diff(edges)[part]
     choices = sizes[part] - block_size
@@ -36,10 +37,11 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
 
 
 def data_dir(dataset):
-    """Return the directory of --dataset: data/DATASET, or the path itself if only that exists or if it has a slash."""
-    path = Path(expanded(str(dataset), '--dataset='))
-    inside = 'data' / path
-    return path if not is_dir(inside) and (is_dir(path) or len(path.parts) > 1) else inside
+    """Return the directory of --dataset: the first that exists of data/DATASET and DATASET, here or in this repository.
+    """
+    path, root = Path(expanded(str(dataset), '--dataset=')), Path(__file__).resolve().parents[1]
+    found = [place for place in ('data' / path, path, root / 'data' / path, root / path) if is_dir(place)]
+    return found[0] if found else path if len(path.parts) > 1 else 'data' / path
 
 
 def first_dir(dataset):
@@ -70,13 +72,14 @@ class Bin:
             raise SystemExit(f'{self.path}: empty or not complete ({size} bytes for {tokens} tokens in {dtype.name}); '
                              'prepare it again with --overwrite')
         if tokens <= block_size:
-            raise SystemExit(f'{self.path}: {tokens} tokens are too few for block_size = {block_size}; '
-                             f'set --block_size to at most {tokens - 1}')
+            raise SystemExit(f'{self.path}: {tokens} tokens are too few for block_size = {block_size}; set '
+                             f'--block_size to at most {tokens - 1}, or prepare it with more text (--val_fraction)')
         self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
         if split not in meta and not self.tokens[1:2 ** 20:2].any():
             raise SystemExit(f'{self.path}: every second id is 0, as in uint32, but without a meta.json it is read as '
                              'uint16; write one with its dtype and tokenizer, see docs/data.md, or prepare it again')
         self.vocab_size, self.tokenizer = meta['vocab_size'], identifying(meta)
+        self.lost = meta.get(split, {}).get('lost', 0)  # share of the text's characters that its tokens lose
         text_bytes = meta.get(split, {}).get('bytes')
         self.bytes_per_token = text_bytes and text_bytes / tokens  # None if unknown
 
@@ -167,12 +170,9 @@ def parts_of(dataset):
         found = re.fullmatch(r'\s*(.+?)\s*:\s*(\d+\.?\d*|\.\d+)\s*', part)
         if not found or is_dir(data_dir(part)):
             raise SystemExit(f'--dataset={dataset}: {part!r} is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3')
-        name, weight = found.groups()
-        if Path(name).name in [Path(other).name for other in parts]:
-            raise SystemExit(f'--dataset={dataset}: two parts have the same name')
-        parts[name] = float(weight)
-    if not (total := sum(parts.values())):
-        raise SystemExit(f'--dataset={dataset}: all weights are 0; raise one')
+        parts[found[1]] = float(found[2])
+    if not (total := sum(parts.values())) or len({Path(name).name for name in parts}) <= dataset.count(','):
+        raise SystemExit(f'--dataset={dataset}: all weights are 0, or two parts have the same name')
     return {name: weight / total for name, weight in parts.items()}
 
 
@@ -229,16 +229,10 @@ class TrainLoader:
         self.thread.shutdown()
 
     def _load(self, iteration):
-        starts = self.starts(iteration)
-        if len(starts) != self.total_batch_size:
-            raise ValueError(f'{len(starts)} sequence starts for a mini-batch of {self.total_batch_size} sequences')
-        places = range(self.rank, len(starts), self.world_size)  # so the first N are spread evenly over the ranks
-        sequences = self.data.sequences(starts[places], self.block_size + 1)
+        places = range(self.rank, self.total_batch_size, self.world_size)  # the first N are spread over the ranks
+        sequences = self.data.sequences(self.starts(iteration)[places], self.block_size + 1)
         generators = (keyed_generator(self.seed, AUGMENTATION, iteration, place) for place in places)
         batch = torch.from_numpy(self.augment(sequences, generators).astype(np.int64))
-        if (top := batch.max()) >= self.data.vocab_size:  # sampling and exports leave out the ids of the padding
-            raise SystemExit(f'TrainLoader.augment: token id {top} is beyond the vocabulary of {self.data.vocab_size}; '
-                             'prepare the data with a tokenizer that has it')
         return batch.pin_memory() if self.device.type == 'cuda' else batch
 
 
@@ -254,6 +248,9 @@ class ValidationLoader:
 
     def __init__(self, data, num_sequences, batch_size, block_size, rank, world_size, device, one_shape=False):
         available = (len(data) - 1) // block_size
+        if available < FEW and rank == 0:
+            warn_once(f'{data.path}: only {available} sequences of block_size = {block_size}, so val/loss is coarse; '
+                      'prepare it with a larger --val_fraction or a --val_file')
         n = min(num_sequences or available, available)
         self.starts = np.arange(n, dtype=np.int64) * available // n * block_size
         self.mine = self.starts[rank::world_size]

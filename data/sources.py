@@ -1,10 +1,13 @@
 """Documents from .txt, .jsonl and .parquet files on disk, and the flags that every prepare.py has."""
 
+import contextlib
+import functools
 import gzip
 import hashlib
 import io
 import json
 import os
+from collections import Counter
 from itertools import chain, islice, repeat
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from runtime import arguments
 from runtime.files import local_path, one_line
 
 CHARS = 2 ** 23  # characters of text in one batch
+READABLE = 'names in .txt, .jsonl (one JSON object a line) and .parquet are read, and .txt.gz, .jsonl.gz, .txt.zst, …'
 
 
 def argument_parser(doc, script, tokenizer=None):
@@ -53,41 +57,37 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
     held_out = {path.resolve() for path in val_files}
     files = [path for path in files if path.resolve() not in held_out] or files
     source, revision = local_files([*files, *val_files])
-    if any(reader_of(path) is not txt for path in [*files, *val_files]):
+    if any(READERS.get(kind_of(path)) is not txt for path in [*files, *val_files]):
         source += f', key {text_key!r}'  # part of the bins' identity
 
     def documents(paths):
         return (text for path in paths for text in read(path, text_key) if text.strip())
 
     if val_files:
-        rule = 'val: ' + names_of(val_files)
         pairs = chain(zip(repeat('train'), documents(files)), zip(repeat('val'), documents(val_files)))
+        return Corpus(source, revision, 'val: ' + names_of(val_files), open=lambda: batched(pairs))
+    enough = int(1 / val_fraction) + 1
+    lengths = [len(text) for text in islice(documents(files), enough)]
+    if len(lengths) == enough:
+        rule = f'val: {val_fraction:g} of the documents'  # at 0.01 the documents 100, 200, 300, …
+        pairs = (('val' if int(val_fraction * i) > int(val_fraction * (i - 1)) else 'train', text)
+                 for i, text in enumerate(documents(files), 1))
     else:
-        enough = int(1 / val_fraction) + 1
-        lengths = [len(text) for text in islice(documents(files), enough)]
-        if len(lengths) == enough:
-            rule = f'val: {val_fraction:g} of the documents'  # at 0.01 the documents 100, 200, 300, …
-            pairs = (('val' if int(val_fraction * i) > int(val_fraction * (i - 1)) else 'train', text)
-                     for i, text in enumerate(documents(files), 1))
-        else:
-            rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
-            pairs = by_position(documents(files), sum(lengths), val_fraction)
-        print(rule)
+        rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
+        pairs = by_position(documents(files), sum(lengths), val_fraction)
+    print(rule)
     return Corpus(source, revision, rule, open=lambda: batched(pairs))
 
 
 def by_position(texts, size, fraction):
     """Yield (split, text); val is the last `fraction` of `size` characters or, from a line end, up to twice as many."""
-    left = max(1, int(size * (1 - fraction)))  # characters for train
-    near = size - left
+    begin, seen = max(1, int(size * (1 - fraction))), 0  # where val begins, and where this document does
     for text in texts:
-        if 0 < left <= len(text):  # the document in which val begins
-            end = text.rfind('\n', max(0, left - near), left) + 1 or left
-            parts = [('train', text[:end]), ('val', text[end:])]
-        else:
-            parts = [('train' if left > 0 else 'val', text)]
-        yield from (part for part in parts if part[1])
-        left -= len(text)
+        cut = max(0, begin - seen)
+        if 0 < cut <= len(text):
+            cut = text.rfind('\n', max(0, cut - (size - begin)), cut) + 1 or cut
+        yield from ((split, part) for split, part in (('train', text[:cut]), ('val', text[cut:])) if part)
+        seen += len(text)
 
 
 def batched(documents):
@@ -105,32 +105,62 @@ def batched(documents):
 
 def expand(paths):
     """Return the paths, with directories replaced by the files below them that can be read, sorted by name, without
-    hidden ones."""
+    hidden ones. Says how many files are left out."""
     files = []
     for path in paths:
-        below = sorted(path.rglob('*')) if path.is_dir() else [path]
-        found = [p for p in below if reader_of(p) and not p.is_dir()
-                 and not any(part[0] == '.' for part in p.relative_to(path).parts)]
+        below = sorted(files_below(path)) if path.is_dir() else [path]
+        found = [p for p in below if kind_of(p) in READERS]
         if not found:
-            raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file; copy or link other text to a name in .txt')
+            raise SystemExit(f'{path}: no file to read; {READABLE}')
+        if left := Counter(kind for kind in map(kind_of, below) if kind not in READERS).most_common():
+            print(f'{path}: {len(found)} files read, {len(below) - len(found)} left out '
+                  f'({", ".join(kind for kind, _ in left[:5])}{", …" * (len(left) > 5)}); {READABLE}')
         files += found
     return files
 
 
+def files_below(directory):
+    """Yield the files below a directory, without hidden ones. OSError if a part of it cannot be read."""
+    def fail(error):
+        raise error
+
+    for folder, folders, names in os.walk(directory, onerror=fail):
+        folders[:] = [name for name in folders if name[0] != '.']
+        yield from (Path(folder, name) for name in names if name[0] != '.')
+
+
 def read(path, text_key):
-    """Yield the texts of a file. SystemExit when its content is bad, OSError when the file system fails."""
-    number = 0
+    """Yield the texts of a file, without nulls. SystemExit when its content is bad, OSError when the file system
+    fails."""
+    number, nulls = 0, 0
     try:
-        for text in reader_of(path)(path, text_key):
+        for text in READERS[kind_of(path)](path, text_key):
+            if text is None:  # common in parquet
+                nulls += 1
+                continue
             if not isinstance(text, str):
                 raise TypeError(f'{text_key!r} is {text!r:.60}, not text')
             number += 1
             yield text
     except Exception as error:  # parsers and decompressors have no common class
-        if getattr(error, 'errno', None):
-            raise
-        raise SystemExit(f'{path}: cannot be read after document {number} ({type(error).__name__}: {one_line(error)})'
-                         ) from None
+        if code := getattr(error, 'errno', None):
+            raise OSError(code, os.strerror(code), str(path)) from None
+        raise SystemExit(f'{path}: cannot be read after document {number + nulls} ({type(error).__name__}: '
+                         f'{one_line(error)})') from None
+    if nulls:
+        say(f'{path}: {nulls} null texts left out of {number + nulls}')
+
+
+say = functools.cache(print)  # once, although few documents are read twice
+
+
+@contextlib.contextmanager
+def network_errors(source):
+    """Turn any error inside into an OSError, which write_bins reports in one line."""
+    try:
+        yield
+    except Exception as error:  # a network's errors have no common class
+        raise OSError(f'{source}: {type(error).__name__}: {one_line(error)}') from None
 
 
 def lines(path):
@@ -157,7 +187,9 @@ def txt(path, text_key):
 def jsonl(path, text_key):
     """Yield the text in each line of a .jsonl file; blank lines are skipped."""
     for line in lines(path):
-        if line.strip():
+        if begin := line.lstrip()[:1]:
+            if begin != '{':
+                raise ValueError(f"a line begins with {begin}, not {{; jq -c '.[]' writes an array as an object a line")
             yield json.loads(line)[text_key]
 
 
@@ -170,8 +202,11 @@ def parquet(path, text_key):
             yield from rows[text_key].to_pylist()
 
 
-def reader_of(path):
-    """Return the function that reads a file of this name, None if there is none."""
-    name = path.name.lower()
-    kind = Path(name.removesuffix('.gz').removesuffix('.zst')).suffix
-    return parquet if name.endswith('.parquet') else {'.txt': txt, '.jsonl': jsonl}.get(kind)
+def kind_of(path):
+    """Return the end of a file's name, of a compressed one with the end before, as .json.gz; else the whole name."""
+    packed = path.suffix.lower() if path.suffix.lower() in ('.gz', '.zst', '.xz', '.bz2') else ''
+    return (Path(path.stem).suffix.lower() if packed else path.suffix.lower()) + packed or path.name
+
+
+READERS = {'.txt': txt, '.txt.gz': txt, '.txt.zst': txt, '.jsonl': jsonl, '.jsonl.gz': jsonl, '.jsonl.zst': jsonl,
+           '.parquet': parquet}

@@ -119,16 +119,14 @@ class FileTokenizer(Tokenizer):
     def from_file(cls, path):
         """Load a tokenizer.json. The eos_token of the tokenizer_config.json next to it ends documents, by default the
         first of END_OF_TEXT_NAMES that the vocabulary has."""
-        config = path.with_name('tokenizer_config.json')
+        config, names = path.with_name('tokenizer_config.json'), END_OF_TEXT_NAMES
         try:
-            text = path.read_bytes().decode()
-            eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
-            eos = eos['content'] if isinstance(eos, dict) else eos
-            tokenizer = cls(text)
+            tokenizer = cls(path.read_bytes().decode())
+            if config.is_file() and (eos := json.loads(config.read_text(encoding='utf-8')).get('eos_token')):
+                names = [eos['content'] if isinstance(eos, dict) else eos]
         except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
             raise SystemExit(f'{path}, or the tokenizer_config.json next to it: cannot be read ({one_line(error)})'
                              ) from None
-        names = [eos] if eos else END_OF_TEXT_NAMES
         tokenizer.eot_id = next((i for i in map(tokenizer.bpe.token_to_id, names) if i is not None), None)
         if tokenizer.eot_id is None:
             raise SystemExit(f'{path}: none of its tokens ends a document ({", ".join(names)}); name the one that does '
@@ -173,10 +171,9 @@ def get_tokenizer(name):
 
 
 def identifying(meta):
-    """Return the entries of a meta.json's dict that tell the tokenizer; of an unknown one, all but the corpus's."""
+    """Return the entries of a meta.json's dict that tell the tokenizer: its name, and its constructor's arguments."""
     known = TOKENIZERS.get(meta['tokenizer'])
-    keys = known.arguments() if known else sorted(meta.keys() - {'source', 'revision', 'split', 'code', 'train', 'val'})
-    return {key: meta[key] for key in dict.fromkeys(['tokenizer', *keys])}
+    return {key: meta[key] for key in ['tokenizer', *(known.arguments() if known else ())]}
 
 
 def same_tokenizer(one, other):
@@ -191,10 +188,8 @@ def same_tokenizer(one, other):
     except Exception as error:  # a package or the network is missing
         warn(f'{one_line(error)}; whether data and weights have the same tokenizer is not checked')
         return True
-    ids = range(min(one.vocab_size, other.vocab_size))
-    if one.name == other.name:  # its decoder may drop a space at the beginning
-        return all(one.bpe.id_to_token(i) == other.bpe.id_to_token(i) for i in ids)
-    return all(one.decode([i]) == other.decode([i]) or i == one.eot_id == other.eot_id for i in ids)
+    return all(one.decode([i]) == other.decode([i]) or i == one.eot_id == other.eot_id
+               for i in range(min(one.vocab_size, other.vocab_size)))
 
 
 def folder_meta(folder, vocab_size):
@@ -215,12 +210,8 @@ def check_same_tokenizer(data, meta, model):
 
 def tokenizer_from_meta(meta):
     """Build the tokenizer of a meta.json, a dict."""
-    known = class_of(meta['tokenizer'])
+    if meta['tokenizer'] not in TOKENIZERS:
+        raise SystemExit(f'tokenizer {meta["tokenizer"]}: unknown here; its class must be in TOKENIZERS in '
+                         'data/tokenizer.py')
+    known = TOKENIZERS[meta['tokenizer']]
     return known(*(meta[key] for key in known.arguments()))
-
-
-def class_of(name):
-    """Return the class of a tokenizer; SystemExit if it is not in TOKENIZERS."""
-    if name not in TOKENIZERS:
-        raise SystemExit(f'tokenizer {name}: unknown here; its class must be in TOKENIZERS in data/tokenizer.py')
-    return TOKENIZERS[name]

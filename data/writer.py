@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.tokenizer import class_of, utf8
-from runtime.files import atomic_write, code_hashes, differing_files, lock, one_line, sync_directory
+from data.tokenizer import utf8
+from runtime.files import atomic_write, code_hashes, lock, one_line, sync_directory
 
 SPLITS = ('train', 'val')
 
@@ -47,12 +47,8 @@ class Corpus:
 def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     """Write a corpus to `out_dir` with `num_proc` worker processes and return the content of meta.json. SystemExit when
     `out_dir` holds other bins, unless `overwrite`."""
-    class_of(tokenizer.name)  # which sampling will need
     out_dir = Path(out_dir)
     about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
-    if changed := [key for key, value in about.items() if json.loads(json.dumps(value)) != value]:
-        raise SystemExit(f'{type(tokenizer).__name__}.{changed[0]}: meta.json would not bring it back as it is; '
-                         'use lists, and dicts with strings as keys')
     identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
     code = {name: digest for name, digest in code_hashes().items() if name.startswith('data/')}
     parts = out_dir / f'parts.{hashlib.sha256(json.dumps([identity, code]).encode()).hexdigest()[:12]}'
@@ -61,18 +57,19 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
             shutil.rmtree(parts, ignore_errors=True)
         meta = None if overwrite or parts.exists() else find_existing(out_dir, identity)
         if meta:
-            changed = ', '.join(differing_files(meta.get('code'), code))
-            print(f'{out_dir}: already has these bins, nothing to do (--overwrite makes them again'
-                  f'{changed and f"; {changed} changed since"})')
+            print(f'{out_dir}: already has these bins, nothing to do (--overwrite makes them again)')
         else:
             try:
                 write_parts(corpus.open(), tokenizer, parts, num_proc)
-                meta = join(parts, {**identity, 'code': code}, tokenizer.meta.get('json'))
+                meta = join(parts, identity, tokenizer.meta.get('json'))
             except (KeyboardInterrupt, BrokenProcessPool, OSError) as error:
                 raise SystemExit(f'{out_dir}: stopped ({one_line(error)}); the same command, without --overwrite, '
                                  'resumes where it stopped (with a smaller --num_proc, if memory is short)') from None
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta[split]["tokens"]:,} tokens, {meta[split]["documents"]:,} documents')
+        if lost := meta[split].get('lost'):
+            print(f'warning: decoding the tokens of a sample loses {lost:.2%} of its characters; another tokenizer may '
+                  'keep them')
     return meta
 
 
@@ -93,8 +90,9 @@ def write_parts(batches, tokenizer, parts, num_proc):
     parts.mkdir(exist_ok=True)
     if done := len([*parts.glob('*.npz')]):
         print(f'{parts.parent}: resuming after {done} parts')
-    # Not fork, Linux's default before Python 3.14: a lock held by a thread at that moment would stay locked.
-    context = multiprocessing.get_context('forkserver')
+    # Not fork, because a lock held by a thread at that moment would stay locked, nor forkserver, whose socket is in
+    # TMPDIR, where its name may be too long.
+    context = multiprocessing.get_context('spawn')
     with (ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer,)) as pool,
           tqdm(unit=' documents', mininterval=0.5 if sys.stderr.isatty() else 30) as bar):
         under_way = deque()
@@ -111,7 +109,7 @@ def write_parts(batches, tokenizer, parts, num_proc):
 def join(parts, identity, tokenizer_json=None):
     """Write the bins from the parts, tokenizer.json, if any, and meta.json, whose content is returned."""
     out_dir, dtype = parts.parent, np.dtype(identity['dtype']).newbyteorder('<')
-    total, digests = np.zeros((len(SPLITS), 3), dtype=np.int64), [hashlib.sha256() for _ in SPLITS]
+    total, digests = np.zeros((len(SPLITS), 5), dtype=np.int64), [hashlib.sha256() for _ in SPLITS]
     for path in out_dir.glob('*.bin.*.partial'):  # left by a kill
         path.unlink()
     with contextlib.ExitStack() as stack:
@@ -128,8 +126,9 @@ def join(parts, identity, tokenizer_json=None):
                 raise SystemExit(f'{identity["source"]}: there is no text for {split}.bin')
         (out_dir / 'meta.json').unlink(missing_ok=True)  # of bins that these replace
     meta = dict(identity)
-    for split, (tokens, documents, size), digest in zip(SPLITS, total.tolist(), digests):
+    for split, (tokens, documents, size, sampled, lost), digest in zip(SPLITS, total.tolist(), digests):
         known = {'bytes': size} if size else {}  # not of what was tokenized already
+        known |= {'lost': lost / sampled} if lost else {}
         meta[split] = {'tokens': tokens, 'documents': documents, **known, 'sha256': digest.hexdigest()}
     for name, text in (('tokenizer.json', tokenizer_json), ('meta.json', json.dumps(meta, indent=2))):
         if text:
@@ -150,9 +149,9 @@ def start_worker(tokenizer):
 
 
 def encode(batch, path):
-    """Tokenize a batch in a worker process, write the ids of each split and `counts`, (documents, bytes) of each, to
-    `path`, and return the number of documents."""
-    tokenizer, counts = encode.tokenizer, np.zeros((len(SPLITS), 2), dtype=np.int64)
+    """Tokenize a batch in a worker process, and return the number of documents. The file `path` gets the ids of each
+    split and its `counts`: documents, bytes, and the characters of a sample and those that its tokens lose."""
+    tokenizer, counts = encode.tokenizer, np.zeros((len(SPLITS), 4), dtype=np.int64)
     ids = {split: [np.zeros(0, tokenizer.dtype)] for split in SPLITS}
     end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
     for split, text in batch:
@@ -162,13 +161,21 @@ def encode(batch, path):
             continue
         try:
             ids[split].append(np.asarray([*tokenizer.encode(text), *end], tokenizer.dtype))
-            counts[SPLITS.index(split)] += 1, len(utf8(text))
+            first = not counts[SPLITS.index(split), 0]
+            counts[SPLITS.index(split)] += 1, len(utf8(text)), *(sample_lost(tokenizer, text) if first else (0, 0))
         except BaseException as error:  # a panic of Rust is not an Exception, and cannot be pickled
             raise SystemExit(f'the tokenizer {tokenizer.name} cannot encode the document for {split}.bin that begins '
                              f'with {str(text)[:60]!r} ({type(error).__name__}: {one_line(error)})') from None
     with atomic_write(path, sync=True) as file:
         np.savez(file, **{split: np.concatenate(found) for split, found in ids.items()}, counts=counts)
     return int(counts[:, 0].sum())
+
+
+def sample_lost(tokenizer, text):
+    """Return the length of the text's beginning, in characters, and how many of them are not there any more once it is
+    encoded and decoded."""
+    sample = utf8(text[:10_000]).decode()
+    return len(sample), (Counter(sample) - Counter(tokenizer.decode(tokenizer.encode(sample)))).total()
 
 
 def sha256(path):

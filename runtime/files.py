@@ -180,8 +180,15 @@ def one_line(error):
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Turn an OSError inside into a SystemExit with its file and reason; a decorator for the `main` of a script."""
+    """Turn an OSError inside into a SystemExit with its file and reason; a decorator for the `main` of a script. A
+    character that the terminal cannot show is printed as ?, and a reader that closes the pipe, as head does, ends the
+    script quietly."""
+    if getattr(sys.stdout, 'errors', '') == 'strict':
+        sys.stdout.reconfigure(errors='replace')
     try:
         yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
+        raise SystemExit(1) from None
     except OSError as error:
         raise SystemExit(f'{error.filename}: {error.strerror}' if error.filename else one_line(error)) from None

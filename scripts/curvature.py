@@ -3,10 +3,10 @@
   python scripts/curvature.py out/quickstart                             a run of Sophia-G: minutes on a CPU
   python scripts/curvature.py out/gpt2-small-adamw --sequences 100 --estimator hutchinson        the paper's Figure "lt"
 
-It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
-sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook, in training mode). The
-sequences are the same for every checkpoint: those of an iteration 0. Without Sophia-G's h and update, or with
---estimator hutchinson, it only describes the diagonal. The table has a row for each KIND of hessian_norm/KIND.
+It compares the checkpoint's h with a low-noise h, the mean of the squared gradients of single sequences on labels drawn
+from the model, as training draws them (`loss.Losses` and the hook, in training mode). The sequences are the same for
+every checkpoint: those of an iteration 0. Without Sophia-G's h, or with --estimator hutchinson, it only describes the
+diagonal. The table has a row for each KIND of hessian_norm/KIND.
 
   positive          share of the diagonal's entries that are above 0
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
@@ -18,8 +18,7 @@ sequences are the same for every checkpoint: those of an iteration 0. Without So
 
 A second table is of the whole model: signal_over_noise of the gradient of one sequence; the level that h has reached,
 as a share of its own; how many equally weighted estimates would have as much noise as h (averaged), and their mean_age
-in iterations; curvature along the update with h of the run and with the low-noise h (along_run, along_low), where along
-sign momentum it is 1.
+in iterations.
 
 More parts help where noise_of_h is large, say above 0.3. Where it is small and log_corr is well below agreement, h is
 stale, and a lower β2 helps.
@@ -42,7 +41,7 @@ from runtime import checkpoint
 from runtime.arguments import at_least
 from runtime.files import one_line_errors
 from scripts.load import load, open_bins
-from sophia import Sophia, clip_, hutchinson, precondition
+from sophia import Sophia, hutchinson
 
 SEED = 1  # of sequences, labels and vectors
 
@@ -59,8 +58,8 @@ def log_correlation(a, b):
 
 
 def draw_gradients(model, params, sequences):
-    """Yield for each sequence (T + 1,) the number of its predictions that count, and the gradients of their summed loss
-    on sampled labels, as the hook draws them, and of their summed training loss, two vectors."""
+    """Yield for each sequence (T + 1,) its number of predictions, and the gradients of their summed loss on labels that
+    the hook samples and of their summed training loss, two vectors."""
     losses = Losses(model)
     hook = GNBHook(model, Sophia(params, 0.0), seed=SEED, interval=1, batch_size=1)
     for i, tokens in enumerate(sequences):
@@ -70,11 +69,6 @@ def draw_gradients(model, params, sequences):
         yield predictions.item(), *(
             flat(torch.autograd.grad(total, params, retain_graph=total is loss_hat, materialize_grads=True))
             for total in (loss_hat, loss * predictions if predictions else loss_hat * 0))
-
-
-def trained(model):
-    """Return (names, parameters) of all parameters that are not frozen."""
-    return zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
 
 
 class Diagonal:
@@ -107,20 +101,15 @@ class Diagonal:
         return (2 / parts + kurtosis / size).clamp(min=0).sqrt().item()  # rounding may end below 0
 
 
-class Gradients(Diagonal):
-    """The diagonal by the squared gradients of single sequences' losses on sampled labels.
-
-    signal, noise: ‖E g‖² and E‖g − E g‖² of the gradient g of a sequence's summed training loss.
-    """
-
-    def __init__(self, model, params, sequences):
-        super().__init__()
-        gradient = square = 0
-        for predictions, g, true in draw_gradients(model, params, sequences):
-            self.add(g ** 2, predictions)
-            gradient, square = gradient + true, square + true.square().sum().item() / len(sequences)
-        self.signal = max(1e-30, (gradient.square().sum().item() / self.N - square) / (self.N - 1))  # without bias
-        self.noise = square - self.signal
+def gnb_diagonal(model, params, sequences):
+    """Return the `Diagonal` by the squared gradients of single sequences on sampled labels, and ‖E g‖² / E‖g − E g‖²
+    for the gradient g of a sequence's summed training loss."""
+    found, gradient, square = Diagonal(), 0, 0
+    for predictions, g, true in draw_gradients(model, params, sequences):
+        found.add(g ** 2, predictions)
+        gradient, square = gradient + true, square + true.square().sum().item() / len(sequences)
+    signal = max(1e-30, (gradient.square().sum().item() / found.N - square) / (found.N - 1))  # without bias
+    return found, signal / (square - signal)
 
 
 def hutchinson_diagonal(model, params, sequences):
@@ -132,34 +121,18 @@ def hutchinson_diagonal(model, params, sequences):
     return found
 
 
-def state_of_run(loaded, names):
-    """Return (h, m, groups) of a checkpoint: dicts of the vectors of the parameters' `names`, and the param groups,
-    whose `params` are names; (None, None, None) unless its optimizer uses Sophia-G's estimates and update."""
+def h_of_run(loaded, names):
+    """Return h of a checkpoint, a vector of the parameters `names`; None unless its optimizer is one with Sophia-G's
+    estimates and update."""
     row = OPTIMIZERS.get(loaded.state['config'].get('optimizer_name'))
-    if not row or (row.build, row.hook) != (build_sophia, GNBHook):
-        return None, None, None
     path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
-    if 'optimizer' not in state:  # an average of checkpoints, perhaps
-        return None, None, None
+    if 'optimizer' not in state or not row or (row.build, row.hook) != (build_sophia, GNBHook):
+        return None  # also of an average of checkpoints
     saved = state['optimizer']
     if path.is_dir():
         from runtime.sharded import read_optimizer
         saved = read_optimizer(path, saved, {})
-    device = next(loaded.model.parameters()).device
-    h, m = ({name: flat([saved['state'][name][key]]).to(device) for name in names} for key in ('hessian', 'exp_avg'))
-    return h, m, saved['param_groups']
-
-
-def update_of(groups, m, h):
-    """Return the update of Sophia's param `groups`, a vector in the order of the dicts m and h of vectors: each group
-    has its own γ and ε, and, of the learning rate, its `lr_scale`."""
-    updates = {}
-    for group in groups:
-        names = [name for name in group['params'] if name in h]
-        clipped = precondition([m[name] for name in names], [h[name] for name in names], group['gamma'], group['eps'])
-        clip_(clipped, 1.0)
-        updates |= {name: group.get('lr_scale', 1.0) * update for name, update in zip(names, clipped)}
-    return torch.cat([updates[name] for name in h])
+    return flat(saved['state'][name]['hessian'] for name in names).to(next(loaded.model.parameters()).device)
 
 
 def weights_of(iterations, interval, beta2):
@@ -170,17 +143,6 @@ def weights_of(iterations, interval, beta2):
     level = weights.sum()
     return dict(level=level.item(), averaged=(level ** 2 / weights.square().sum()).item(),
                 mean_age=((weights * (iterations - made)).sum() / level).item())
-
-
-def curvature_along(model, sequences, u):
-    """Return uᵀGu / ‖u‖² for the vector u, or a list of it for the columns of u, with the Gauss-Newton matrix G: the
-    mean square of the slope along u on labels drawn from the model, which are independent. Its standard deviation is
-    about √(2 / len(sequences))."""
-    _, params = trained(model)
-    total, predictions = 0, 0
-    for count, g, _ in draw_gradients(model, params, sequences):
-        total, predictions = total + (g @ u.float()).square(), predictions + count
-    return (total / predictions / u.square().sum(0)).tolist()
 
 
 def describe(kind, at, diagonal, size, parts, run=None):
@@ -220,34 +182,27 @@ def main(argv=None):
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, training=True)
-    model, dataset = loaded.model, loaded.state.get('config', {}).get('dataset')
-    if not dataset:
+    model, config = loaded.model, loaded.state.get('config', {})
+    if not config.get('dataset'):
         raise SystemExit(f'{args.checkpoint}: does not name its data set; give a checkpoint of train.py')
     torch.manual_seed(SEED)
-    data = Mixture(open_bins(loaded, dataset, 'train'))
+    data = Mixture(open_bins(loaded, None, 'train'))
     loader = TrainLoader(data, SEED, args.sequences, model.config.block_size, 0, 1, args.device)
     sequences = next(loader)
     loader.close()
 
-    (names, params), config = trained(model), loaded.state['config']
+    names, params = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
     whole = dict(iteration=loaded.state['iter_num'], sequences=args.sequences)
     size, parts, h, run = 1, 1, None, None
     if args.estimator == 'gnb':
-        diagonal = Gradients(model, params, sequences)
-        whole['signal_over_noise'] = diagonal.signal / diagonal.noise
+        diagonal, whole['signal_over_noise'] = gnb_diagonal(model, params, sequences)
         size, parts = config.get('hessian_batch_size') or 16, config.get('hessian_parts') or 1
-        h_of, m, groups = state_of_run(loaded, names)
-        h = h_of and flat(h_of.values())
+        h = h_of_run(loaded, names)
     else:
         diagonal = hutchinson_diagonal(model, params, sequences)
     low = sum(diagonal.halves)
     if h is not None:
         whole |= weights_of(loaded.state['iter_num'], config['hessian_interval'], config['beta2'])
-        low_of = dict(zip(names, low.split([p.numel() for p in params])))
-        none = {name: torch.zeros_like(values) for name, values in h_of.items()}  # of sign momentum
-        updates = [update_of(groups, m, values) for values in (none, h_of, low_of)]
-        sign, along, along_low = curvature_along(model, sequences, torch.stack(updates, 1))
-        whole |= dict(along_run=along / sign, along_low=along_low / sign)
         run = h, parts, whole['averaged']
 
     kinds = [kind_of(name, p) for name, p in zip(names, params)]

@@ -4,7 +4,7 @@
   python scripts/eval.py gpt2 --dataset=openwebtext
 
 The tokens are cut into sequences of block_size, as in train.py, without an incomplete one at the end. Prints a line of
-JSON, for a mixture of data sets a line for each part.
+JSON, for a mixture of data sets a line for each part. bits_per_byte takes the bytes per token of the whole split.
 """
 
 import json
@@ -23,6 +23,8 @@ from runtime.device import autocast, set_matmul_precision
 from runtime.files import one_line_errors
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
 
+LOSSY = 1e-3  # the share of its characters with which a text is another one
+
 
 @torch.no_grad()
 def measure(loaded, data, args):
@@ -38,14 +40,12 @@ def measure(loaded, data, args):
     loss = total / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=math.exp(loss))
-    if data.bytes_per_token:
+    if data.bytes_per_token and data.lost < LOSSY:
         result['bits_per_byte'] = loss / math.log(2) / data.bytes_per_token
-        if args.eval_sequences:
-            print('note: bits_per_byte takes the bytes per token of the whole split, not of these sequences',
-                  file=sys.stderr)
     else:
-        print(f'note: {data.path}: no bits_per_byte, because its meta.json does not have the bytes of the text; '
-              'prepare the data again', file=sys.stderr)
+        why = (f'its tokens lose {data.lost:.1%} of the text' if data.bytes_per_token else
+               'its meta.json does not have the bytes of the text; prepare the data again')
+        print(f'note: {data.path}: no bits_per_byte, because {why}', file=sys.stderr)
     return result
 
 

@@ -46,6 +46,7 @@ def fast_tokenizer(tokenizer):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
     if isinstance(tokenizer, FileTokenizer):
+        tokenizer.bpe.post_processor = None  # which may add tokens that no training text has
         return tokenizer.bpe
     if isinstance(tokenizer, GPT2):
         ranks = tokenizer.bpe._mergeable_ranks.items()
@@ -64,48 +65,45 @@ def fast_tokenizer(tokenizer):
     return fast
 
 
-def write_tokenizer(tokenizer, folder, block_size):
-    """Write tokenizer.json and its config, or print a note."""
-    fast = fast_tokenizer(tokenizer)
-    if fast is None:
-        print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
-        return
-    fast.save(str(folder / 'tokenizer.json'))
-    end = fast.id_to_token(tokenizer.eot_id)
-    config = dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size,
-                  clean_up_tokenization_spaces=False, bos_token=end, eos_token=end)
-    (folder / 'tokenizer_config.json').write_text(json.dumps(config, indent=2))
-
-
 @torch.no_grad()
 def export(loaded, dest):
     """Write `loaded` to `dest`, a new folder; return the largest difference between transformers' logits and ours."""
     import transformers
-    dest, model = Path(dest), loaded.model
+    dest, model, tokenizer = Path(dest), loaded.model, loaded.tokenizer
     if dest.exists():
         raise SystemExit(f'{dest}: exists; give another folder, or remove it')
     dest.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory('.partial', f'{dest.name}.', dest.parent) as folder:
         partial = Path(folder, 'model')
         try:
-            exported = to_hf(model, loaded.tokenizer.eot_id)
+            exported = to_hf(model, tokenizer.eot_id)
         except RuntimeError as error:
             raise SystemExit(f"{dest}: not written; the weights are not a GPT-2's ({one_line(error)})") from None
         exported.save_pretrained(partial)
-        if exported.config.scale_attn_by_inverse_layer_idx:
-            # Without this, transformers before 5.4 would not scale.
-            config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
-            (partial / 'config.json').write_text(json.dumps(config, indent=2))
-        write_tokenizer(loaded.tokenizer, partial, model.config.block_size)
+        if exported.config.scale_attn_by_inverse_layer_idx:  # transformers before 5.4 would not scale without this
+            add_json(partial / 'config.json', _attn_implementation='eager')
+        if fast := fast_tokenizer(tokenizer):
+            end = fast.id_to_token(tokenizer.eot_id)
+            fast.save(str(partial / 'tokenizer.json'))
+            add_json(partial / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast', bos_token=end,
+                     eos_token=end, model_max_length=model.config.block_size, clean_up_tokenization_spaces=False)
+        else:
+            print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
         idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
-        if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
-            idx[:, 1::5] = loaded.tokenizer.eot_id
+        if tokenizer.eot_id is not None:  # an edited model may treat the documents apart
+            idx[:, 1::5] = tokenizer.eot_id
         theirs = transformers.GPT2LMHeadModel.from_pretrained(partial).eval()(idx).logits
         difference = (theirs - model(idx, idx.clone())[0]).abs().max().item()
         if not difference <= TOLERANCE:  # NaN, too
             raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
         partial.rename(dest)
     return difference
+
+
+def add_json(path, **entries):
+    """Add entries to the object in a JSON file, which may be missing."""
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(before | entries, indent=2))
 
 
 @one_line_errors()

@@ -10,13 +10,11 @@ from data import tokenizer as tokenizers
 from data.loader import Bin, data_dir, first_dir, parts_of, read_meta
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
-from runtime.files import code_hashes, differing_files, expanded
+from runtime.files import expanded
 from runtime.gpt import HUB_MODELS, with_weights
 from runtime.rng import seed_all
 from train import GPT, GPTConfig  # those that training uses
 
-# Files in the repository's root that do not affect a model's outputs.
-NOT_OF_THE_MODEL = 'train.py', 'optimizers.py', 'sophia.py', 'hessian.py', 'configurator.py'
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
 
 
@@ -53,30 +51,37 @@ def load(path, device='cpu', tokenizer=None, training=False):
     evaluation mode or, if `training`, as train.py trains it."""
     device, given = check_device(device), Path(path)
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
-        model = GPT.from_pretrained(path)
+        model, path, state = GPT.from_pretrained(path), given, {}
         meta = tokenizers.folder_meta(given, model.config.vocab_size)
-        return Loaded(given, in_mode(model.to(device), training), chosen_tokenizer(tokenizer, meta, path))
-    path, state = checkpoint.load_checkpoint(path)
-    state.pop('optimizer', None)
-    best = checkpoint.best_path(given)
-    if path.parent == given and best and best != path:
-        print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
-    if files := [name for name in differing_files(state.get('code'), code_hashes())
-                 if name == 'data/tokenizer.py' or '/' not in name and name not in NOT_OF_THE_MODEL]:
-        print(f'note: {", ".join(files)} changed since {path} was trained, so its outputs may differ', file=sys.stderr)
-    args, weights = dict(state['model_args']), state.pop('model')
-    if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
-        args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
-    seed_all(checkpoint.model_seed(state))
-    model = with_weights(GPT, GPTConfig(**args), weights)
-    meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
-    if meta is None and dataset and not tokenizer and (first_dir(dataset) / 'train.bin').is_file():
-        meta = read_meta(first_dir(dataset))  # nanoGPT's checkpoints do not hold it
-    return Loaded(path, in_mode(model.to(device), training), chosen_tokenizer(tokenizer, meta, path), state)
+    else:
+        path, state = checkpoint.load_checkpoint(path)
+        state.pop('optimizer', None)
+        best = checkpoint.best_path(given)
+        if path.parent == given and best and best != path:
+            print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
+        args, weights = dict(state['model_args']), state.pop('model')
+        if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
+            args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
+        seed_all(checkpoint.model_seed(state))
+        model = with_weights(GPT, GPTConfig(**args), weights)
+        meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
+        if meta is None and dataset and not tokenizer and (first_dir(dataset) / 'train.bin').is_file():
+            meta = read_meta(first_dir(dataset))  # nanoGPT's checkpoints do not hold it
+    if not training:  # or as built, because `train` would also change modules that their constructor evaluates
+        model.eval()
+    return Loaded(path, model.to(device), chosen_tokenizer(tokenizer, meta, path), state)
 
 
-def in_mode(model, training):
-    return model if training else model.eval()  # `train` would also change modules that their constructor evaluates
+def chosen_tokenizer(name, meta, path):
+    """Return the tokenizer of --tokenizer=`name` or, without the flag, of `meta`, with which the model at `path` was
+    trained; None if both are missing. SystemExit if the two differ."""
+    if name:
+        folder = Path(expanded(name, '--tokenizer='))
+        named = read_meta(folder) if (folder / 'train.bin').is_file() else tokenizers.get_tokenizer(name).meta
+        if meta and not tokenizers.same_tokenizer(tokenizers.identifying(named), tokenizers.identifying(meta)):
+            raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
+        meta = named
+    return tokenizers.tokenizer_from_meta(meta) if meta else None
 
 
 def with_tokenizer(loaded):
@@ -115,17 +120,3 @@ def open_bins(loaded, dataset, split):
             raise SystemExit(f'{data.path}: has {data.vocab_size} ids, but {loaded.path} has {ids}; prepare the data '
                              'with the tokenizer of the model')
     return bins
-
-
-def chosen_tokenizer(name, meta, path):
-    """Return the tokenizer of --tokenizer=`name` or, without the flag, of `meta`; None if both are missing.
-
-    `meta` is from the training of the model at `path`. SystemExit if the two differ.
-    """
-    if name:
-        folder = Path(expanded(name, '--tokenizer='))
-        named = read_meta(folder) if (folder / 'train.bin').is_file() else tokenizers.get_tokenizer(name).meta
-        if meta and not tokenizers.same_tokenizer(tokenizers.identifying(named), tokenizers.identifying(meta)):
-            raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
-        meta = named
-    return tokenizers.tokenizer_from_meta(meta) if meta else None

@@ -39,8 +39,7 @@ KEPT_LOGIT = 4  # the same where a second backward pass needs the logits: they a
 EAGER_LOGIT = 12  # the same under FSDP, which compiles blocks only: log-probabilities and two gradients, in float32
 # Float32 numbers per parameter in the optimizer's state; any other row is counted with 2, and a note says so
 STATES = dict.fromkeys(('lion', 'signum', 'normalize'), 1) | dict.fromkeys(
-    ('adamw', 'muon', 'adahessian', 'sophiag', 'sophiah', 'ef_clip', 'ah_clip', 'gnb_noclip', 'sophiag_fresh',
-     'sophiag_clipped', 'gnb_mean', 'gnb_rows'), 2)
+    ('adamw', 'muon', 'adahessian', 'sophiag', 'sophiah', 'ef_clip', 'ah_clip', 'gnb_noclip', 'sophiag_fresh'), 2)
 
 
 def memory(c, shape, ranks=1):

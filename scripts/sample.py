@@ -40,8 +40,6 @@ def main(argv=None):
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)
-    if hasattr(sys.stdout, 'reconfigure'):  # the terminal may not encode all that a model writes
-        sys.stdout.reconfigure(errors='replace')
     prompt = args.start
     if prompt and prompt.startswith('FILE:'):
         prompt = ''.join(lines(Path(prompt.removeprefix('FILE:'))))

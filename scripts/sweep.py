@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,16 +31,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
-from analysis.runs import as_number, is_seed, mean_final_loss, notes_on, read_run
-from configurator import Config, configure, with_younger
-from model import GPTConfig
-from optimizers import OLD_NAMES, defaults_of
+from analysis.runs import is_seed, mean_final_loss, notes_on, read_run
+from configurator import Config, from_text
 from runtime.arguments import argument_parser, at_least
-from runtime.files import code_hashes, differing_files, local_path, one_line_errors, write_json
+from runtime.files import local_path, one_line, one_line_errors, write_json
 from runtime.signals import undo_at_end
 
 ROOT = Path(__file__).resolve().parents[1]
-FITTED = 'hessian_batch_size', 'hessian_parts', 'gradient_accumulation_steps'  # to the launcher's number of ranks
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
 
 
@@ -69,23 +66,15 @@ class Trial:
         return text.rstrip().split('\n')[-1].strip()
 
     def check(self):
-        """SystemExit unless train.py accepts the arguments, keeps the values that tell the trial from others, and a run
-        that is there has them. Executes config files."""
+        """SystemExit unless train.py accepts the arguments, and a run that is there has the same settings. Executes
+        config files."""
         run = self.run
-        # The launcher sets the number of ranks; a run says how many trained it.
-        argv = [*self.argv, '--gradient_accumulation_steps=0']
-        c = train.resolve(argv, run.about.get('world_size') if run else None)
-        asked = configure(train.DEFAULTS, argv).values
-        for key, text in self.settings.items():
-            if key not in FITTED and c.values[key] != OLD_NAMES.get(asked[key], asked[key]):
-                raise SystemExit(f'--{key}={text}: would be trained with {c.values[key]!r} '
-                                 f'({c.sources[key]}); let derive in train.py keep a value whose key is in c.given')
-        if not run:
-            return
-        unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # whose default is this machine's
-        if train.finetunes(c):  # these follow the pretrained weights
-            unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
-        before = {**defaults_of(c), **with_younger(run.about['config'])}
+        # The launcher sets the number of ranks, and a run's files say how many trained it.
+        c = train.resolve([*self.argv, '--gradient_accumulation_steps=0'], run and run.about.get('world_size'))
+        unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # dtype's default is this machine's
+        if train.finetunes(c):  # the pretrained weights decide these
+            unchecked |= c.having('model') - {'block_size', 'dropout'}
+        before = run.about['config'] if run else {}
         for key, value in c.values.items():
             if key not in unchecked and value != before.get(key, value):
                 raise SystemExit(f'{self.out_dir}: holds a run with {key} = {before[key]!r}, asked for is '
@@ -109,20 +98,27 @@ def trials_of(spec, out_dir):
             settings = {key: canonical(key, value) for key, value in zip(grid, values)}
             words = [f'{key}={value}' for key, value in settings.items()]
             name = ','.join(word.replace('/', '_').replace(',', '_') for word in words)
-            trial = Trial(Path(out_dir) / name, settings, [*spec.get('base', []), *(f'--{word}' for word in words)])
-            if trials.setdefault(name, trial).settings != settings:
-                raise SystemExit(f'{trial.out_dir}: two runs of this sweep would share this directory, '
-                                 f'{" ".join(trials[name].argv)} and {" ".join(trial.argv)}; make two sweeps')
+            trials[name] = Trial(Path(out_dir) / name, settings,
+                                 [*spec.get('base', []), *(f'--{word}' for word in words)])
     return list(trials.values())
 
 
 def canonical(key, value):
-    """Return the value of a setting as text, a number in one way: 1e-3 as 0.001, and 1e3 as 1000."""
-    default = train.DEFAULTS.get(key)
-    if getattr(default, 'type', type(default)) is str:
-        return str(value)
-    number = as_number(str(value))  # of a JSON true, not 1
-    return str(int(number) if isinstance(number, float) and number.is_integer() else number)
+    """Return the value of a setting as text, equal values in one way: 1e-3 as 0.001, 1e3 as 1000, true as True."""
+    if key not in train.DEFAULTS:
+        return str(value)  # train.py rejects the key
+    value = from_text(f'--{key}', str(value), Config(train.DEFAULTS).declared[key].type)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def read_spec(path):
+    """Return the spec in a JSON file, a dict."""
+    try:
+        spec = json.loads(Path(path).read_text(encoding='utf-8'))
+        return {**spec, 'runs': [dict(grid) for grid in spec['runs']]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f'{path}: not a spec ({type(error).__name__}: {one_line(error)}); it is a JSON object with '
+                         '"runs", a list of objects, see --help') from None
 
 
 def split_values(pairs):
@@ -151,44 +147,24 @@ def sweep_argparser(doc):
 @undo_at_end()
 def train_all(trials, jobs, launcher):
     """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr."""
-    def report(trial):
-        state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} (its log.txt)'
-        print(f'{trial.out_dir}: {state}', file=sys.stderr, flush=True)
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
-    waiting = [trial for trial in trials if not trial.ended]
+    waiting, running = [trial for trial in trials if not trial.ended], {}  # running: slot → (trial, process)
     try:
-        run_in_turns(lambda: waiting, lambda trial, slot: start_trial(trial, launcher, slot, jobs), jobs, report)
+        while waiting or running:
+            for slot in range(jobs):
+                if slot in running and running[slot][1].poll() is not None:
+                    trial, _ = running.pop(slot)
+                    state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} (its log.txt)'
+                    print(f'{trial.out_dir}: {state}', file=sys.stderr, flush=True)
+                if slot not in running and waiting:
+                    trial = waiting.pop(0)
+                    running[slot] = trial, start_trial(trial, launcher, slot, jobs)
+            time.sleep(0.1)
     except KeyboardInterrupt:
         raise SystemExit('interrupted; the same command resumes where it stopped') from None
-
-
-def run_in_turns(due, start, jobs, ended):
-    """Run a process for each item of `due()`, `jobs` at a time, until none is left. On an error all save their state.
-
-    Args:
-        due: function that returns the items to run, in order; called when a process has ended.
-        start: (item, slot) → process; slot: a number below `jobs`.
-        ended: called with each item whose process has ended.
-    """
-    started, running = [], {}  # running: slot → (item, process)
-    try:
-        while True:
-            waiting = [item for item in due() if item not in started]
-            for slot, item in zip([slot for slot in range(jobs) if slot not in running], waiting):
-                started.append(item)
-                running[slot] = item, start(item, slot)
-            if not running:
-                return
-            while not (done := [slot for slot, (_, process) in running.items() if process.poll() is not None]):
-                time.sleep(0.1)
-            for slot in done:
-                ended(running.pop(slot)[0])
     finally:
-        if running:
-            print('stopping: the runs save their state', file=sys.stderr, flush=True)
         for _, process in running.values():
-            process.terminate()
+            process.terminate()  # upon which it saves its state
         for _, process in running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
@@ -233,12 +209,7 @@ def show(trials):
             row[key] = statistics.mean(values) if values and None not in values else None
         rows.append({**row, 'state': '; '.join(dict.fromkeys(states))})
     print_table(sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss']))
-    begun = [run for runs in groups.values() for run in runs if run]
-    notes = notes_on(begun)
-    if files := differing_files(code_hashes(), *(run.about.get('code') for run in begun)):
-        notes.append(f'{", ".join(files)} changed since some of these runs were trained; choose another --out_dir to '
-                     'train them with the present code')
-    for note in notes:
+    for note in notes_on([run for runs in groups.values() for run in runs if run]):
         print(f'note: {note}')
 
 
@@ -256,19 +227,17 @@ def main(argv=None):
     if args.grid:
         spec = dict(base=args.base, runs=[split_values(entry) for entry in args.grid])
     else:
-        spec = json.loads(Path(args.spec or stored).read_text(encoding='utf-8'))
+        spec = read_spec(args.spec or stored)
     trials = trials_of(spec, args.out_dir)
-    # Config files are programs: printing a table of a received directory must not execute those that it names.
-    if args.table:
-        show(trials)
-        return
-    for trial in trials:
-        trial.check()
-    args.out_dir.mkdir(parents=True, exist_ok=True)
-    write_json(stored, spec)
-    train_all(trials, args.jobs, args.launcher)
+    if not args.table:  # which executes no config file, as a received directory may name any program
+        for trial in trials:
+            trial.check()
+        args.out_dir.mkdir(parents=True, exist_ok=True)
+        write_json(stored, spec)
+        train_all(trials, args.jobs, args.launcher)
     show(trials)
-    if left := [trial for trial in trials if not trial.ended]:
+    left = [trial for trial in trials if not trial.ended]
+    if left and not args.table:
         raise SystemExit(f'not finished: {len(left)} of {len(trials)} runs; {left[0].out_dir}: {left[0].last_line}')
 
 

@@ -46,23 +46,21 @@ def main(argv=None):
                         help='keep a value only if it lowers the loss by more, e.g. two standard deviations over seeds')
     args = parser.parse_args(argv)
     values = {key: [canonical(key, value) for value in grid] for key, grid in split_values(args.values).items()}
-    begin, tried = train.resolve(args.base).values, {}
     for trial in trials_of(dict(base=args.base, runs=[{key: grid} for key, grid in values.items()]), args.out_dir):
         trial.check()  # rejects invalid values before the first run
+    begin, tried = train.resolve(args.base).values, {}
 
     def losses_of(candidates):
-        found = trials_of(dict(base=args.base, runs=candidates), args.out_dir)
-        for trial in found:
+        trials = trials_of(dict(base=args.base, runs=candidates), args.out_dir)
+        for trial in trials:
             trial.check()
-        train_all(found, args.jobs, args.launcher)
-        tried.update((trial.out_dir, trial) for trial in found)
-        losses = []
-        for trial in found:
-            loss, state = outcome_of(trial.run)
+        train_all(trials, args.jobs, args.launcher)
+        tried.update((trial.out_dir, trial) for trial in trials)
+        outcomes = [outcome_of(trial.run) for trial in trials]
+        for trial, (loss, state) in zip(trials, outcomes):
             if loss is None:
                 raise SystemExit(f'{trial.out_dir}: {state}; {trial.last_line}. Then run the same command again')
-            losses.append(loss)
-        return losses
+        return [loss for loss, _ in outcomes]
 
     best, loss = search(values, {key: canonical(key, begin[key]) for key in values}, args.noise, losses_of)
     show(tried.values())

@@ -8,6 +8,7 @@ import pytest
 from conftest import TINY, metrics, rejection
 
 import train
+from data import loader
 from scripts import eval as eval_script
 from scripts import load
 
@@ -55,11 +56,21 @@ def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir
     (other / 'meta.json').write_text(json.dumps(meta))
     result = evaluate(capsys, out_dir, f'--dataset={other}')
     assert result['bits_per_byte'] == pytest.approx(result['loss'] * 2 / math.log(2))
-    eval_script.main([str(out_dir), '--device=cpu', f'--dataset={other}', '--eval_sequences=2'])
-    assert 'bits_per_byte takes the bytes per token of the whole split' in capsys.readouterr().err
     monkeypatch.setattr(load.Bin, '__len__', lambda self: 1000)  # of a fork that takes a part of each bin
     part = evaluate(capsys, out_dir, f'--dataset={other}')
     assert part['tokens'] < 1000 and part['bits_per_byte'] == pytest.approx(part['loss'] * 2 / math.log(2))
+
+
+@pytest.mark.parametrize('lost, told', [(0.0009, True), (0.09, False)])  # a document's first space is no loss
+def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(capsys, corpus, out_dir, tmp_path, lost, told):
+    other = shutil.copytree(corpus, tmp_path / 'other')
+    meta = json.loads((other / 'meta.json').read_text())
+    meta['val'] |= dict(bytes=1000, lost=lost)
+    (other / 'meta.json').write_text(json.dumps(meta))
+    eval_script.main([str(out_dir), '--device=cpu', f'--dataset={other}'])
+    out, err = capsys.readouterr()
+    assert ('bits_per_byte' in json.loads(out)) == told
+    assert ('val.bin: no bits_per_byte, because its tokens lose 9.0% of the text' in err) != told
 
 
 def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
@@ -71,6 +82,15 @@ def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
             (dict(vocab_size=300), 'has 256; prepare the data with the tokenizer of the model')]:
         (other / 'meta.json').write_text(json.dumps(meta | changed))
         assert words in rejection(eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
+
+
+def test_the_data_set_is_found_from_another_directory(capsys, out_dir, corpus, tmp_path, monkeypatch):
+    """As prepare.py writes into the repository, whatever the working directory."""
+    plain = evaluate(capsys, out_dir)
+    monkeypatch.setattr(loader, '__file__', str(tmp_path / 'repository/data/loader.py'))
+    shutil.copytree(corpus, tmp_path / 'repository/data/mine')
+    monkeypatch.chdir(tmp_path)
+    assert evaluate(capsys, out_dir, '--dataset=mine')['loss'] == plain['loss']
 
 
 def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):

@@ -123,6 +123,22 @@ def test_tokenizer_of_an_export(tmp_path, capsys, gpt2_cache, name):
     assert 'made with another tokenizer (byte) than' in rejection(train.main, flags)
 
 
+def test_an_export_adds_no_token_that_training_did_not_have(tmp_path):
+    """Although the post-processor of its tokenizer.json adds one."""
+    import tokenizers
+    bpe = tokenizers.Tokenizer(tokenizers.models.WordLevel({'<s>': 0, '</s>': 1, 'a': 2, 'b': 3}, unk_token='b'))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    bpe.add_special_tokens(['<s>', '</s>'])
+    bpe.post_processor = tokenizers.processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 0)])
+    bpe.save(str(tmp_path / 'tokenizer.json'))
+    tokenizer = get_tokenizer(tmp_path)
+    assert bpe.encode('a b').ids == [0, 2, 3]
+    save_checkpoint(tmp_path / 'run', tokenizer)
+    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    assert theirs('a b')['input_ids'] == tokenizer.encode('a b') == [2, 3] and theirs.eos_token_id == 1
+
+
 def test_bytes_of_an_export(tmp_path):
     export_bytes(tmp_path)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf'), load(tmp_path / 'hf').tokenizer

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-from functools import partial
 
 import numpy as np
 import pytest

@@ -189,12 +189,12 @@ def test_a_checkpoint_with_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_pat
 
 def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, capsys, monkeypatch):
     (tmp_path / 'input.txt').write_text(text := 'To be, or not to be: that is the question.\n' * 9)
-    foreign_checkpoint(tmp_path / 'ckpt.pt', make_model(vocab_size=len(set(text))), 'shakespeare_char')
+    foreign_checkpoint(tmp_path / 'ckpt.pt', make_model(vocab_size=len(set(text))), 'my_chars')
     monkeypatch.chdir(tmp_path)
     assert 'its tokenizer is unknown' in rejection(run, capsys, 'ckpt.pt')
-    prepare(files_corpus([tmp_path / 'input.txt']), Char(''.join(sorted(set(text)))), 'data/shakespeare_char', 1)
+    prepare(files_corpus([tmp_path / 'input.txt']), Char(''.join(sorted(set(text)))), 'data/my_chars', 1)
     capsys.readouterr()
-    by_directory = run(capsys, 'ckpt.pt', '--tokenizer=data/shakespeare_char')
+    by_directory = run(capsys, 'ckpt.pt', '--tokenizer=data/my_chars')
     assert set(by_directory.partition('-')[0]) <= set(text)
     assert run(capsys, 'ckpt.pt') == by_directory
     assert '--tokenizer=.: unknown; there are' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=.')

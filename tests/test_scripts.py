@@ -1,7 +1,9 @@
 """scripts/: what all programs share."""
 
 import importlib
+import os
 import re
+import sys
 
 import pytest
 from conftest import ROOT, rejection
@@ -16,6 +18,18 @@ PROGRAMS = [str(path.relative_to(ROOT).with_suffix('')).replace('/', '.') for pa
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
     message = rejection(one_line_errors()(lambda path: path.read_text()), tmp_path / 'none.csv')
     assert message == f'{tmp_path}/none.csv: No such file or directory'
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_script_quietly(monkeypatch):
+    """As head does. Neither the script nor Python's last flush fails aloud."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, 'w') as stdout:
+        monkeypatch.setattr(sys, 'stdout', stdout)
+        with pytest.raises(SystemExit) as stopped:
+            one_line_errors()(lambda: print('x', flush=True))()
+        stdout.flush()
+    assert stopped.value.code == 1
 
 
 @pytest.mark.parametrize(('text', 'words'), [

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser
+from data.sources import argument_parser, network_errors
 from data.writer import Corpus, write_bins
 from runtime.files import one_line_errors
 
@@ -22,8 +22,9 @@ ROWS = 4000  # documents in one batch
 def split_table(files, num_proc):
     """Yield batches of parquet files, split by `datasets`' train_test_split, each part in its order."""
     from datasets import load_dataset
-    table = load_dataset('parquet', data_files=files, columns=['text'], split='train',
-                         num_proc=min(num_proc, len(files)))
+    with network_errors(REPOSITORY):
+        table = load_dataset('parquet', data_files=files, columns=['text'], split='train',
+                             num_proc=min(num_proc, len(files)))
     parts = table.train_test_split(**SPLIT)
     for split, part in ('train', parts['train']), ('val', parts['test']):
         for start in range(0, len(part), ROWS):

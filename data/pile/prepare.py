@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, batched
+from data.sources import argument_parser, batched, network_errors
 from data.writer import Corpus, write_bins
 from runtime.arguments import at_least
 from runtime.files import one_line_errors
@@ -22,10 +22,11 @@ HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
 def stream(files):
     """Yield (split, text) of .jsonl files on the Hub, given as (split, name)."""
     from datasets import load_dataset
-    for split, name in files:
-        table = load_dataset('json', data_files=f'{HUB}/{name}', split='train', streaming=True)
-        for part in table.with_format('arrow').iter(1000):
-            yield from ((split, text) for text in part['text'].to_pylist())
+    with network_errors(REPOSITORY):
+        for split, name in files:
+            table = load_dataset('json', data_files=f'{HUB}/{name}', split='train', streaming=True)
+            for part in table.with_format('arrow').iter(1000):
+                yield from ((split, text) for text in part['text'].to_pylist())
 
 
 @one_line_errors()

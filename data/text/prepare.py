@@ -27,7 +27,10 @@ def main():
     parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
     args = parser.parse_args()
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    meta = write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    if (tokens := meta['val']['tokens']) < 10_000:
+        print(f'warning: {tokens:,} tokens give a coarse validation loss, and may be fewer than --block_size; raise '
+              '--val_fraction, or give a --val_file')
 
 
 if __name__ == '__main__':

@@ -3,19 +3,16 @@
   python scripts/paper/superglue.py out/gpt2-small-adamw out/gpt2-small-sophiag
   python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.png
 
-An answer is right if the first word of the model's line is. A bar chart goes to --output, the numbers next to it.
-Columns: accuracy over the draws of examples, and stdev, its scatter over them; standard_error, from the number of
-validation examples; prompts_cut, the fraction of prompts that exceed the context and lose their beginning; majority,
-the accuracy of the most frequent answer, and random.
+An answer is right if the first word of the model's line is. A bar chart goes to --output, the numbers next to it:
+accuracy and stdev over draws of the examples; standard_error, from the number of validation examples; prompts_cut, the
+share of prompts that exceed the context and lose their beginning; majority, the accuracy of the most frequent answer.
 """
 
 import random
 import re
 import statistics
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,81 +27,67 @@ from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tok
 
 SHOTS, DRAWS = 2, 5
 SEED = 1337  # of the draws
-
-
-class Task(NamedTuple):
-    """A task. template: text of an example; answers: a word for each label of the data set, in its order."""
-    title: str
-    instruction: str
-    template: str
-    answers: tuple[str, ...]
-
-
-TASKS = {  # by their names on the Hub
-    'boolq': Task(
-        'BoolQ', 'Answer the question about the passage with yes or no.',
-        'Passage: {passage}\nQuestion: {question}?\nAnswer:', ('no', 'yes')),
-    'cb': Task(
-        'CB', 'Say whether the claim is true or false according to the text, or neither.',
-        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('true', 'false', 'neither')),
-    'copa': Task(
-        'COPA', 'Choose the more plausible cause or effect, 1 or 2.',
-        'Sentence: {premise}\nWhich one is the {question}?\n1: {choice1}\n2: {choice2}\nAnswer:', ('1', '2')),
-    'rte': Task(
-        'RTE', 'Say whether the claim follows from the text with yes or no.',
-        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('yes', 'no')),
+TASKS = {  # name on the Hub: (title, instruction, template of an example, a word for each label of the data set)
+    'boolq': ('BoolQ', 'Answer the question about the passage with yes or no.',
+              'Passage: {passage}\nQuestion: {question}?\nAnswer:', ('no', 'yes')),
+    'cb': ('CB', 'Say whether the claim is true or false according to the text, or neither.',
+           'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('true', 'false', 'neither')),
+    'copa': ('COPA', 'Choose the more plausible cause or effect, 1 or 2.',
+             'Sentence: {premise}\nWhich one is the {question}?\n1: {choice1}\n2: {choice2}\nAnswer:', ('1', '2')),
+    'rte': ('RTE', 'Say whether the claim follows from the text with yes or no.',
+            'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('yes', 'no')),
 }
 
 
 def make_prompt(task, exemplars, example):
     """Return the prompt, without the space before the answer."""
-    shown = [f'{task.template.format(**e)} {task.answers[e["label"]]}' for e in exemplars]
-    return '\n\n'.join([task.instruction, *shown, task.template.format(**example)])
+    _, instruction, template, answers = task
+    shown = [f'{template.format(**e)} {answers[e["label"]]}' for e in exemplars]
+    return '\n\n'.join([instruction, *shown, template.format(**example)])
 
 
 def read_answer(task, text):
     """Return the index of the answer that the first line of `text` begins with, None for any other word."""
-    word = next(iter(re.findall(r'\w+', text.split('\n')[0].lower())), None)
-    return task.answers.index(word) if word in task.answers else None
+    word, answers = next(iter(re.findall(r'\w+', text.split('\n')[0].lower())), None), task[-1]
+    return answers.index(word) if word in answers else None
 
 
 def run_task(loaded, task, examples, draws):
     """Return a checkpoint's scores on one task, a dict. `draws`: lists of exemplars."""
-    model, tokenizer, device = loaded.model, loaded.tokenizer, next(loaded.model.parameters()).device
+    tokenizer, device = loaded.tokenizer, next(loaded.model.parameters()).device
     # One token more than the longest answer, which shows where the word ends.
-    n = 1 + max(len(tokenizer.encode(f' {answer}')) for answer in task.answers)
-    room, accuracies, cut = model.config.block_size - n, [], 0
+    n = 1 + max(len(tokenizer.encode(f' {answer}')) for answer in task[-1])
+    room, accuracies, cut = loaded.model.config.block_size - n, [], 0
     for exemplars in draws:
         right = 0
-        for example in tqdm(examples, desc=f'{loaded.path} {task.title}', disable=None):
+        for example in tqdm(examples, desc=f'{loaded.path} {task[0]}', disable=None):
             prompt = [int(i) for i in tokenizer.encode(make_prompt(task, exemplars, example))]
             cut += len(prompt) > room
             idx = torch.tensor([prompt[-room:]], device=device)
-            ids = generate(model, idx, n, temperature=0)[0, idx.size(1):].tolist()
+            ids = generate(loaded.model, idx, n, temperature=0)[0, idx.size(1):].tolist()
             end = ids.index(tokenizer.eot_id) if tokenizer.eot_id in ids else n
             right += read_answer(task, tokenizer.decode(ids[:end])) == example['label']
         accuracies.append(right / len(examples))
-    accuracy = statistics.mean(accuracies)
-    most_frequent = Counter(example['label'] for example in examples).most_common(1)[0][1]
+    accuracy, labels = statistics.mean(accuracies), [example['label'] for example in examples]
     return dict(accuracy=accuracy, stdev=statistics.stdev(accuracies),
                 standard_error=(accuracy * (1 - accuracy) / len(examples)) ** 0.5,  # the draws share the examples
                 prompts_cut=cut / len(draws) / len(examples),
-                majority=most_frequent / len(examples), random=1 / len(task.answers))
+                majority=labels.count(statistics.mode(labels)) / len(labels), random=1 / len(task[-1]))
 
 
 def draw_figure(table):
     """Draw accuracies as bars, a group for each task, a color for each checkpoint, and the baselines as lines."""
     tasks, names = (list(dict.fromkeys(row[key] for row in table)) for key in ('task', 'checkpoint'))
     fig, (ax,) = figure(width=max(4.5, 1.2 * len(tasks) * (1 + len(names) / 4)), height=3.8)
-    width = 0.8 / len(names)
+    places, width = np.arange(len(tasks)), 0.8 / len(names)
     for j, name in enumerate(names):
         mine = [row for row in table if row['checkpoint'] == name]
-        ax.bar(np.arange(len(tasks)) + (j + 0.5) * width - 0.4, [row['accuracy'] for row in mine], width,
+        ax.bar(places + (j + 0.5) * width - 0.4, [row['accuracy'] for row in mine], width,
                yerr=[row['stdev'] for row in mine], capsize=2, label=name)
     for key, text, style in (('majority', 'most frequent answer', '--'), ('random', 'guessing', ':')):
-        ax.hlines([row[key] for row in table[:len(tasks)]], np.arange(len(tasks)) - 0.45, np.arange(len(tasks)) + 0.45,
-                  colors='black', linestyles=style, label=text)
-    ax.set_xticks(range(len(tasks)), tasks)
+        ax.hlines([row[key] for row in table[:len(tasks)]], places - 0.45, places + 0.45, colors='black',
+                  linestyles=style, label=text)
+    ax.set_xticks(places, tasks)
     ax.set(ylabel='accuracy', title='Few-shot accuracy on SuperGLUE', ylim=(0, 1))
     legend(fig, ax)
     return fig
@@ -129,7 +112,7 @@ def main(argv=None):
         for name, (examples, draws) in data.items():
             with autocast(args.device, dtype_name(args)):
                 results = run_task(loaded, TASKS[name], examples, draws)
-            table.append(dict(task=TASKS[name].title, checkpoint=path, examples=len(examples), **results))
+            table.append(dict(task=TASKS[name][0], checkpoint=path, examples=len(examples), **results))
         # Each takes long, and the next one may not load.
         save(args.output, draw_figure(table), table)
     print_table(table)
