@@ -32,13 +32,11 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     inside = (fraction - edges[part]) / np.diff(edges)[part]
     choices = sizes[part] - block_size
     offset = np.minimum((inside * choices).astype(np.int64), choices - 1)
-    first = np.cumsum(sizes) - sizes  # where each part begins
-    return first[part] + offset
+    return (np.cumsum(sizes) - sizes)[part] + offset  # from where each part begins
 
 
 def data_dir(dataset):
-    """Return the directory of --dataset: the first that exists of data/DATASET and DATASET, here or in this repository.
-    """
+    """Return the directory of --dataset: the first that exists of data/DATASET and DATASET, here or beside train.py."""
     path, root = Path(expanded(str(dataset), '--dataset=')), Path(__file__).resolve().parents[1]
     found = [place for place in ('data' / path, path, root / 'data' / path, root / path) if is_dir(place)]
     return found[0] if found else path if len(path.parts) > 1 else 'data' / path
@@ -55,10 +53,8 @@ def vocab_size_of(dataset):
 
 
 class Bin:
-    """One split of a data set: a memory-mapped file. `weight`: its share in a Mixture.
-
-    SystemExit when it is at odds with the meta.json next to it, or too short for a sequence.
-    """
+    """One split of a data set: a memory-mapped file. `weight`: its share in a Mixture. SystemExit when it does not fit
+    the meta.json next to it, or is too short for a sequence."""
 
     def __init__(self, data_dir, split, weight=1.0, block_size=0):
         self.path, self.weight = Path(data_dir) / f'{split}.bin', weight
@@ -110,11 +106,8 @@ class Bin:
 
 
 def read_meta(data_dir):
-    """Return the dict of data_dir/meta.json, with the text of a tokenizer.json next to it as 'json'.
-
-    Without a meta.json, as for nanoGPT's bins, it is that of GPT-2's tokens. SystemExit when it is not valid, or when
-    nanoGPT's meta.pkl says that the tokens are others.
-    """
+    """Return the dict of data_dir/meta.json, with the text of a tokenizer.json next to it as 'json'. Without it, as for
+    nanoGPT's bins, the tokens are GPT-2's. SystemExit when it is not valid, or nanoGPT's meta.pkl is there."""
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
         if path.with_suffix('.pkl').is_file():
@@ -155,8 +148,7 @@ class Mixture:
 
 def fingerprint(bins):
     """Return a hash of the data and weights of several Bins; for a single Bin, its fingerprint."""
-    found = [bin.fingerprint() for bin in bins]
-    weights = [bin.weight for bin in bins]
+    weights, found = [bin.weight for bin in bins], [bin.fingerprint() for bin in bins]
     return hashlib.sha256(repr((weights, found)).encode()).hexdigest() if len(found) > 1 else found[0]
 
 
@@ -177,10 +169,8 @@ def parts_of(dataset):
 
 
 def open_dataset(dataset, block_size):
-    """Open the training split and the validation splits of --dataset: (Mixture, {key: Bin}).
-
-    Each part of a mixture is a validation set, with its directory's name as key; one of weight 0 is nothing else.
-    """
+    """Open the training split and the validation splits of --dataset: (Mixture, {key: Bin}). Each part of a mixture is
+    a validation set, with its directory's name as key; one of weight 0 is nothing else."""
     parts = parts_of(dataset)
     train = [Bin(data_dir(name), 'train', share, block_size) for name, share in parts.items() if share]
     val = {Path(name).name: Bin(data_dir(name), 'val', share, block_size) for name, share in parts.items()}
@@ -190,11 +180,8 @@ def open_dataset(dataset, block_size):
 
 
 class TrainLoader:
-    """This rank's share of each mini-batch, from `first_iteration` on, read one iteration ahead.
-
-    `next(loader)` returns an int64 tensor (total_batch_size / world_size, block_size + 1) on `device`; inputs are
-    [:, :-1] and targets [:, 1:].
-    """
+    """This rank's share of each mini-batch, from `first_iteration` on, read one iteration ahead. `next(loader)` returns
+    an int64 tensor (total_batch_size / world_size, block_size + 1) on `device`: inputs [:, :-1], targets [:, 1:]."""
 
     def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0):
         self.data, self.seed, self.total_batch_size, self.block_size = data, seed, total_batch_size, block_size
@@ -208,11 +195,8 @@ class TrainLoader:
                                self.block_size, [bin.weight for bin in self.data.bins])
 
     def augment(self, sequences, generators):
-        """Return the sequences as they are; the place for random changes of training data, not of validation data.
-
-        `generators` yields a NumPy generator for each sequence. Draw from these only: this runs in another thread,
-        ahead of the training step.
-        """
+        """Return the sequences as they are; the place for random changes of training data, not of validation data. Draw
+        from `generators` only, which yields a NumPy generator for each sequence: this runs ahead, in another thread."""
         return sequences
 
     def first(self):
@@ -241,9 +225,7 @@ class ValidationLoader:
 
     Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`; all ranks have the same number
     of batches. A last one with fewer sequences is smaller or, with `one_shape`, filled up with targets of -1, which do
-    not count, as is one without any.
-
-    `num_sequences`: how many, evenly spaced over the split; 0 = all of them.
+    not count, as is one without any. `num_sequences`: how many, evenly spaced over the split; 0 = all of them.
     """
 
     def __init__(self, data, num_sequences, batch_size, block_size, rank, world_size, device, one_shape=False):

@@ -28,6 +28,7 @@ from data.tokenizer import utf8
 from runtime.files import atomic_write, code_hashes, lock, one_line, sync_directory
 
 SPLITS = ('train', 'val')
+LOSSY = 1e-3  # the share of its characters without which a text is another one
 
 
 @dataclass
@@ -68,8 +69,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta[split]["tokens"]:,} tokens, {meta[split]["documents"]:,} documents')
         if lost := meta[split].get('lost'):
-            print(f'warning: decoding the tokens of a sample loses {lost:.2%} of its characters; another tokenizer may '
-                  'keep them')
+            print(f'warning: encoding and decoding a sample loses {lost:.1%} of its characters')
     return meta
 
 
@@ -128,7 +128,7 @@ def join(parts, identity, tokenizer_json=None):
     meta = dict(identity)
     for split, (tokens, documents, size, sampled, lost), digest in zip(SPLITS, total.tolist(), digests):
         known = {'bytes': size} if size else {}  # not of what was tokenized already
-        known |= {'lost': lost / sampled} if lost else {}
+        known |= {'lost': lost / sampled} if lost > LOSSY * sampled else {}
         meta[split] = {'tokens': tokens, 'documents': documents, **known, 'sha256': digest.hexdigest()}
     for name, text in (('tokenizer.json', tokenizer_json), ('meta.json', json.dumps(meta, indent=2))):
         if text:

@@ -15,7 +15,7 @@ RECIPES = {path.stem: path for path in sorted((ROOT / 'docs/hacking').glob('*.di
 
 
 def apply(name, root=ROOT):
-    """Make the edits of a recipe, all or none, in the directory `root`. Return the edited paths."""
+    """Make the edits of a recipe, all or none, in the directory `root`."""
     edited = {}
     for file, body in re.findall(r'^--- (\S+)\n((?:(?!--- ).*\n)*)', RECIPES[name].read_text(encoding='utf-8'), re.M):
         path = root / file
@@ -26,19 +26,14 @@ def apply(name, root=ROOT):
             if text.count(before) != 1:
                 raise SystemExit(f'{name}, {file}: not there once:\n{before}')
             text = text.replace(before, after)
-        compile(text, file, 'exec')
         edited[path] = text
     for path, text in edited.items():
         path.write_text(text, encoding='utf-8')
-    return [*edited]
-
-
-def main(names):
-    if not names or set(names) - RECIPES.keys():
-        raise SystemExit('usage: python dev/apply.py NAME..., of ' + ' '.join(RECIPES))
-    for name in names:
-        print(f'{name}: edited', *(path.relative_to(ROOT) for path in apply(name)))
+        print(f'{name}: edited {path.relative_to(root)}')
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    if not sys.argv[1:] or {*sys.argv[1:]} - RECIPES.keys():
+        raise SystemExit('usage: python dev/apply.py NAME..., of ' + ' '.join(RECIPES))
+    for name in sys.argv[1:]:
+        apply(name)

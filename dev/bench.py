@@ -100,14 +100,18 @@ class Case:
         c = self.config
         return torch.randint(self.vocab_size, (c.total_batch_size, c.block_size + 1), device=self.device)
 
-    def measure(self, iteration):
-        """Measure the step of iteration 0, with a Hessian estimate if the optimizer makes any, or 1, without."""
-        sequences = self.batch()
+    def timed(self, function, *arguments):
+        """Call a function; return (seconds, result)."""
         devices.synchronize(self.device)
         started = time.perf_counter()
-        step = train.train_step(self.run, sequences, iteration)
+        result = function(*arguments)
         devices.synchronize(self.device)
-        self.seconds[step.estimated].append(time.perf_counter() - started)
+        return time.perf_counter() - started, result
+
+    def measure(self, iteration):
+        """Measure the step of iteration 0, with a Hessian estimate if the optimizer makes any, or 1, without."""
+        seconds, step = self.timed(train.train_step, self.run, self.batch(), iteration)
+        self.seconds[step.estimated].append(seconds)
         self.losses.append(step.loss)
 
     def results(self):
@@ -132,17 +136,10 @@ class Case:
         optim.set_learning_rate(optimizer, 0.0)
         for p in params:
             p.grad = torch.randn_like(p) * 1e-3
-        both, seconds = (optimizer, torch.optim.AdamW(params, lr=0.0, fused=True)), ([], [])
-        for turn in range(11):
-            for one, measured in zip(both, seconds):
-                devices.synchronize(self.device)
-                started = time.perf_counter()
-                one.step()
-                devices.synchronize(self.device)
-                if turn:  # the first one allocates the state
-                    measured.append(time.perf_counter() - started)
+        fused = torch.optim.AdamW(params, lr=0.0, fused=True)
+        turns = [(self.timed(optimizer.step)[0], self.timed(fused.step)[0]) for _ in range(11)]
+        own, adamw = map(statistics.median, zip(*turns[1:]))  # the first one allocates the state
         optimizer.zero_grad(set_to_none=True)
-        own, adamw = map(statistics.median, seconds)
         return dict(optimizer_ms=1e3 * own, over_adamw=own / adamw)
 
     def take_turn(self):
@@ -172,8 +169,7 @@ def set_up(text, folder):
     os.environ.update(variables)
     config = train.resolve(words)
     devices.set_matmul_precision(config.dtype)
-    world = World(config.device, config.backend, 'ddp')
-    case = Case(config, world, folder)
+    case = Case(config, World(config.device, config.backend, 'ddp'), folder)
 
 
 def environment_of(text):
@@ -183,9 +179,9 @@ def environment_of(text):
     return dict(word.split('=', 1) for word in words[:split]), words[split:]
 
 
-def call(method, *arguments):
+def call(method):
     """Call a method of this process's `case`."""
-    return getattr(case, method)(*arguments)
+    return getattr(case, method)()
 
 
 def main(argv=None):
@@ -209,7 +205,7 @@ def main(argv=None):
     adamw = [text for text in texts if train.resolve(environment_of(text)[1]).optimizer_name == 'adamw']
     cases = [(text, None) for text in texts] + [(text, args.baseline) for text in adamw if args.baseline]
     with contextlib.ExitStack() as stack:
-        context = multiprocessing.get_context('forkserver')
+        context = multiprocessing.get_context('spawn')
         processes = [stack.enter_context(ProcessPoolExecutor(1, context)) for _ in cases]
         with ThreadPoolExecutor(args.jobs) as waiting:
             list(waiting.map(lambda process, case: process.submit(set_up, *case).result(), processes, cases))

@@ -72,13 +72,12 @@ def draw_gradients(model, params, sequences):
 
 
 class Diagonal:
-    """Moments of estimates of the Hessian's diagonal, each from one sequence."""
+    """Moments of estimates of the Hessian's diagonal, each from one sequence and multiplied by a weight."""
 
     def __init__(self):
         self.N, self.weights, self.sums, self.squares = 0, 0, [0, 0], 0
 
     def add(self, estimate, weight=1):
-        """Add an estimate that is multiplied by its weight."""
         self.sums[self.N % 2] = self.sums[self.N % 2] + estimate
         self.squares = self.squares + estimate ** 2
         self.N, self.weights = self.N + 1, self.weights + weight

@@ -23,8 +23,6 @@ from runtime.device import autocast, set_matmul_precision
 from runtime.files import one_line_errors
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
 
-LOSSY = 1e-3  # the share of its characters with which a text is another one
-
 
 @torch.no_grad()
 def measure(loaded, data, args):
@@ -40,7 +38,7 @@ def measure(loaded, data, args):
     loss = total / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=math.exp(loss))
-    if data.bytes_per_token and data.lost < LOSSY:
+    if data.bytes_per_token and not data.lost:
         result['bits_per_byte'] = loss / math.log(2) / data.bytes_per_token
     else:
         why = (f'its tokens lose {data.lost:.1%} of the text' if data.bytes_per_token else

@@ -56,8 +56,7 @@ class Trial:
     @property
     def ended(self):
         """Whether the run is finished, or has diverged."""
-        run = self.run
-        return run is not None and run.ended
+        return bool(run := self.run) and run.ended
 
     @property
     def last_line(self):

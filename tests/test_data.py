@@ -682,12 +682,13 @@ def test_the_share_that_a_tokenizer_loses_is_told(tmp_path):
     lossy.add_special_tokens(['</s>'])
     lossy.save(str(tmp_path / 'lossy.json'))
     path = write_jsonl(tmp_path / 'a.jsonl', ['a a'] * 30 + ['a b'])
+    assert writer.sample_lost(get_tokenizer(tmp_path / 'lossy.json'), 'a b ' * 9999) == (10_000, 7_500)
     for name, told in (tmp_path / 'lossy.json', True), ('byte', False):
         out = prepare('text', path, '--out_dir', tmp_path / 'out', '--tokenizer', name, '--overwrite', '--val_file',
                       write_jsonl(tmp_path / 'b.jsonl', ['a b']))
         meta = read_meta(tmp_path / 'out')
         assert (meta['train'].get('lost'), meta['val'].get('lost')) == ((1 / 3, 2 / 3) if told else (None, None))
-        assert ('loses 33.33% of its characters' in out) == told == (Bin(tmp_path / 'out', 'val').lost > 0)
+        assert ('loses 33.3% of its characters' in out) == told == (Bin(tmp_path / 'out', 'val').lost > 0)
 
 
 @pytest.mark.parametrize('mark', ['', '\ufeff'])

@@ -35,8 +35,7 @@ def check(path):
     """Stop unless the file is a complete shard."""
     *kind, tokens = np.fromfile(path, '<i4', 3).tolist()
     if kind != [MAGIC, VERSION] or path.stat().st_size != 4 * HEADER + 2 * tokens:
-        raise SystemExit(f'{path}: not a complete shard of GPT-2 tokens (magic number and version {kind}, {tokens:,} '
-                         'tokens)')
+        raise SystemExit(f'{path}: not a complete shard of GPT-2 tokens ({kind}; {tokens:,} tokens)')
 
 
 def batches(train, val):

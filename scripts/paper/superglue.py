@@ -1,11 +1,11 @@
 """Few-shot accuracy on SuperGLUE, as in the paper (section "Downstream Evaluation"): 2-shot prompts, greedy decoding.
 
   python scripts/paper/superglue.py out/gpt2-small-adamw out/gpt2-small-sophiag
-  python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.png
+  python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.csv
 
-An answer is right if the first word of the model's line is. A bar chart goes to --output, the numbers next to it:
-accuracy and stdev over draws of the examples; standard_error, from the number of validation examples; prompts_cut, the
-share of prompts that exceed the context and lose their beginning; majority, the accuracy of the most frequent answer.
+An answer is right if the first word of the model's line is. The table, also written to --output, has accuracy and stdev
+over draws of the examples; standard_error, from the number of validation examples; prompts_cut, the share of prompts
+that exceed the context and lose their beginning; majority, the accuracy of the most frequent answer.
 """
 
 import random
@@ -14,14 +14,14 @@ import statistics
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import argparser, figure, legend, print_table, save
+from analysis.figures import print_table, write_csv
+from runtime.arguments import argument_parser
 from runtime.device import autocast
-from runtime.files import one_line_errors
+from runtime.files import local_path, one_line_errors
 from runtime.gpt import generate
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 
@@ -75,29 +75,13 @@ def run_task(loaded, task, examples, draws):
                 majority=labels.count(statistics.mode(labels)) / len(labels), random=1 / len(task[-1]))
 
 
-def draw_figure(table):
-    """Draw accuracies as bars, a group for each task, a color for each checkpoint, and the baselines as lines."""
-    tasks, names = (list(dict.fromkeys(row[key] for row in table)) for key in ('task', 'checkpoint'))
-    fig, (ax,) = figure(width=max(4.5, 1.2 * len(tasks) * (1 + len(names) / 4)), height=3.8)
-    places, width = np.arange(len(tasks)), 0.8 / len(names)
-    for j, name in enumerate(names):
-        mine = [row for row in table if row['checkpoint'] == name]
-        ax.bar(places + (j + 0.5) * width - 0.4, [row['accuracy'] for row in mine], width,
-               yerr=[row['stdev'] for row in mine], capsize=2, label=name)
-    for key, text, style in (('majority', 'most frequent answer', '--'), ('random', 'guessing', ':')):
-        ax.hlines([row[key] for row in table[:len(tasks)]], places - 0.45, places + 0.45, colors='black',
-                  linestyles=style, label=text)
-    ax.set_xticks(places, tasks)
-    ax.set(ylabel='accuracy', title='Few-shot accuracy on SuperGLUE', ylim=(0, 1))
-    legend(fig, ax)
-    return fig
-
-
 @one_line_errors()
 def main(argv=None):
-    parser = argparser(__doc__, 'superglue.png')
+    parser = argument_parser(__doc__)
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
+    parser.add_argument('--output', type=local_path, default='superglue.csv', metavar='FILE.csv',
+                        help='default: superglue.csv')
     parser.add_argument('--data', default='aps/super_glue', help='on the Hub, or a copy (default: aps/super_glue)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
@@ -113,8 +97,7 @@ def main(argv=None):
             with autocast(args.device, dtype_name(args)):
                 results = run_task(loaded, TASKS[name], examples, draws)
             table.append(dict(task=TASKS[name][0], checkpoint=path, examples=len(examples), **results))
-        # Each takes long, and the next one may not load.
-        save(args.output, draw_figure(table), table)
+        write_csv(args.output, table)  # now, because each takes long, and the next one may not load
     print_table(table)
 
 
