@@ -247,7 +247,7 @@ def warn_of_runaway(run, metrics):
         growth = norm / state.lowest_hessian_norm
         run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; begin again with '
                       '--optimizer_name=sophiag_clipped, or, also at an earlier checkpoint, with a lower --gamma or '
-                      '--learning_rate, see docs/troubleshooting.md')
+                      '--learning_rate, see docs/running.md')
         state.lowest_hessian_norm = math.inf  # so that it is said again only after as much growth again
     state.lowest_hessian_norm = min(state.lowest_hessian_norm, norm or math.inf)  # 0: no estimate was finite yet
 
