@@ -29,8 +29,8 @@ def number(value):
 
 def table(head, rows):
     """Return a Markdown table of strings."""
-    lines = [head, ['---'] * len(head), *rows]
-    return '\n'.join('| ' + ' | '.join(cell.replace('|', r'\|') for cell in line) + ' |' for line in lines)
+    lines = ['| ' + ' | '.join(cell.replace('|', r'\|') for cell in line) + ' |' for line in (head, *rows)]
+    return '\n'.join([lines[0], '|' + '---|' * len(head), *lines[1:]])
 
 
 def shared(cells_of):
