@@ -84,7 +84,7 @@ class World:
         `losses`, a module around `model`, perhaps compiled and replicated.
 
         If the world is sharded, the parameters of `model` become DTensors in place, gathered as `compute_dtype`; build
-        the optimizer afterwards. `blocks`: units of FSDP, its compilation and activation checkpointing.
+        the optimizer afterwards. `blocks`: the modules that are sharded, compiled and checkpointed one by one.
         """
         if activation_checkpointing:
             from torch.utils.checkpoint import checkpoint

@@ -21,11 +21,11 @@ FAILED = 'failed.txt'  # in a run's out_dir: the last message of a run that dive
 
 def expanded(path, flag=''):
     """Return the text `path` with ~ expanded, which a shell leaves in --KEY=~/x. SystemExit, which names the `flag`,
-    for an address: s3://bucket would become a directory s3: here."""
+    for a URL: s3://bucket would become a directory s3: here."""
     if re.match(r'[a-zA-Z][\w+.-]*://', path):
-        raise SystemExit(f'{flag}{path}: an address, not a path; download or mount it (rclone mount, gcsfuse, s3fs), '
+        raise SystemExit(f'{flag}{path}: a URL, not a local path; download or mount it (rclone mount, gcsfuse, s3fs), '
                          'and give the path there')
-    return os.path.expanduser(path)  # noqa: PTH111 - pathlib's raises where there is no such user
+    return os.path.expanduser(path)  # noqa: PTH111 - Path.expanduser raises for an unknown user
 
 
 def local_path(text):
@@ -159,8 +159,8 @@ def code_hashes():
 
 
 def differing_files(*codes):
-    """Return the names of files that differ between programs, by their `code_hashes`. A file counts only if several
-    have loaded it; older runs, which have None or a single hash, do not."""
+    """Return the names of files that differ between programs, by their `code_hashes`. Only files that at least two
+    programs have loaded are compared. Programs without hashes by file are skipped."""
     versions = {}
     for code in codes:
         for name, digest in code.items() if isinstance(code, dict) else ():

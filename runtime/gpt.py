@@ -1,6 +1,6 @@
 """Any GPT in nanoGPT's style: its config and a checkpoint's, weights, counts, FLOPs, sampling.
 
-Of a model these functions need `config`, a dataclass with nanoGPT's fields, and nanoGPT's forward.
+These functions work with any model that has nanoGPT's forward and a `config`, a dataclass with nanoGPT's fields.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def padded_vocab_size(vocab_size):
 
 
 def config_of(cls, settings, vocab_size):
-    """Return the `cls` of a run with train.py's `settings`, a dict, and a tokenizer of `vocab_size` ids."""
+    """Build the config dataclass `cls` from train.py's `settings`, a dict, and the tokenizer's `vocab_size`."""
     return cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings},
                vocab_size=padded_vocab_size(vocab_size))
 
@@ -95,7 +95,7 @@ def num_params(model):
 
 
 def flops_per_token(model):
-    """Return the FLOPs to train on one token, in sequences of block_size, as in Chowdhery et al. (2022) and Table 2.
+    """Return the FLOPs to train on one token, in sequences of block_size, as in Chowdhery et al. (2022) and Table 1.
 
     6 per weight of a trained matrix (a tied head too, the embeddings' look-ups not, a block once for each place that it
     has in the model), and 12·n_layer·n_embd·block_size for QKᵀ and AV, as if attention were not causal.

@@ -122,7 +122,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.share()
 
     def step(self, closure=None):
-        """Make an update by each part in turn. Returns the loss of the closure, if there is one."""
+        """Step each optimizer in turn. Return the loss of the closure, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

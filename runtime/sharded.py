@@ -109,7 +109,7 @@ def load_into(tensors, path):
 
 
 class ShardReader(dcp.FileSystemReader):
-    """Reads shards without running code that a file may hold: tensors, and metadata of nothing else."""
+    """A safe reader: it loads tensors and their metadata only."""
 
     def read_metadata(self, *args, **kwargs):
         """Read the metadata, or raise UnpicklingError when it is about anything but tensors."""

@@ -100,6 +100,7 @@ def follows(objective=lambda logits, targets, hidden: F.cross_entropy(logits, ta
     """The model's loss is `objective`, of logits, targets that count and last hidden states; both estimators follow."""
     from hessian import GNBHook, HutchinsonHook
     from loss import Losses, sample_labels
+    from runtime.gpt import generate
     model, X, Y = random_model(**settings)
     params, hidden = list(model.parameters()), []
 
@@ -125,7 +126,7 @@ def follows(objective=lambda logits, targets, hidden: F.cross_entropy(logits, ta
     expected = [(Y >= 0).sum() * g.square() for g in torch.autograd.grad(nll, params)]
     close([hook.optimizer.state[p]['hessian'] for p in params], expected, rtol=1e-5, atol=1e-9)
 
-    longer = model.generate(X, 3, temperature=0)
+    longer = generate(model, X, 3, temperature=0)
     assert all(torch.equal(longer[:, i], model(longer[:, i - 4:i])[0][:, -1].argmax(-1)) for i in (4, 5, 6))
 
 

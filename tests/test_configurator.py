@@ -57,9 +57,9 @@ def test_a_tilde_is_the_home_directory_and_an_address_is_refused(monkeypatch):
     """A shell leaves ~ as it is after =; Path('s3://a') would be a directory s3: here."""
     monkeypatch.setenv('HOME', '/home/me')
     assert apply('--name=~/a')[1]['name'] == '/home/me/a' and local_path('~/a') == Path('/home/me/a')
-    assert rejection(apply, '--name=s3://bucket/a').startswith('--name=s3://bucket/a: an address, not a path; ')
+    assert rejection(apply, '--name=s3://bucket/a').startswith('--name=s3://bucket/a: a URL, not a local path; ')
     for path_of in local_path, png_path:
-        assert rejection(path_of, 'gs://bucket').startswith('gs://bucket: an address')
+        assert rejection(path_of, 'gs://bucket').startswith('gs://bucket: a URL')
 
 
 def test_a_file_computes_with_its_own_values_in_functions_and_comprehensions(tmp_path):

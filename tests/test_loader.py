@@ -175,7 +175,7 @@ def test_a_directory_that_exists_is_no_mixture(two, tmp_path, monkeypatch):
     assert open_dataset('a:2:0.5,b:0.5', 16)[0].sequences([0], 2).tolist() == [[7, 7]]
     monkeypatch.setenv('HOME', str(tmp_path / 'data'))
     assert len(open_dataset('~/a:1,~/b:3', 16)[0]) == 5700
-    assert rejection(open_dataset, 'b:1,s3://c/a:1', 16).startswith('--dataset=s3://c/a:1: an address, not a path')
+    assert rejection(open_dataset, 'b:1,s3://c/a:1', 16).startswith('--dataset=s3://c/a:1: a URL, not a local path')
     assert list(open_dataset(f'a:.{"1" * 150},b:.{"1" * 150}', 16)[1]) == ['a', 'b']  # too long for a name
 
 

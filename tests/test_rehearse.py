@@ -269,7 +269,8 @@ model.GPT.__init__ = made
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
     assert status and text.startswith(comparison) and words in text, text
-    assert ('TrainState' in text) == (comparison == 'resumed' and 'DIFFERS' in text)
+    assert ('TrainState' in text) == (comparison == 'resumed')
+    assert code is not WINDOW or '; from step 7: optimizer.state.' in text and '.hessian is a tensor of norm ' in text
 
 
 FORWARD = """
@@ -295,6 +296,14 @@ def loss_is(expression):
     return f'import loss\nplain = loss.token_loss\nloss.token_loss = lambda logits, targets: {expression}\n'
 
 
+ZERO = """
+init = model.GPT.__init__
+def with_zeros(self, config):
+    init(self, config)
+    for block in self.transformer.h:
+        torch.nn.init.zeros_(block.attn.c_proj.weight)
+model.GPT.__init__ = with_zeros
+"""
 HIDDEN = """
 init = model.GPT.__init__
 def with_scales(self, config):
@@ -308,6 +317,7 @@ model.GPT.__init__ = with_scales
 @pytest.mark.parametrize('code, words', [
     ('', 'as training takes it'),
     (attending('None'), 'later tokens or chance'),
+    (attending('None') + ZERO, 'later tokens or chance'),
     (attending('torch.ones(16, 16, dtype=bool).tril(1)'), 'later tokens or chance'),
     (attending('torch.ones(16, 16, dtype=bool).tril() | torch.eye(4).kron(torch.ones(4, 4)).bool()'),
      'later tokens or chance'),

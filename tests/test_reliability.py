@@ -166,6 +166,11 @@ def test_what_a_checkpoint_lacks_is_new_and_said(finished, tmp_path, monkeypatch
     data.tokenizer, data.vocab_size = saved['tokenizer'], 256
     assert torch.equal(started()[1].lm_head.weight, padded) and not started()[2]
 
+    # Without embeddings of positions, as with rotary ones, a longer block is possible.
+    del saved['model']['transformer.wpe.weight']
+    save_pt(path, dict(saved, model_args=dict(saved['model_args'], vocab_size=320)))
+    assert started('--block_size=64')[0].block_size == 64
+
 
 def test_killed_while_saving(train, finished, tmp_path):
     """kill -9 with half of the second checkpoint written: the run resumes from the first, as if undisturbed."""
