@@ -81,12 +81,13 @@ def export(loaded, dest):
             raise SystemExit(f"{dest}: not written; the weights are not a GPT-2's ({one_line(error)})") from None
         exported.save_pretrained(partial)
         if exported.config.scale_attn_by_inverse_layer_idx:  # transformers before 5.4 would not scale without this
-            add_json(partial / 'config.json', _attn_implementation='eager')
+            config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
+            (partial / 'config.json').write_text(json.dumps(config, indent=2))
         if fast := fast_tokenizer(tokenizer):
             end = fast.id_to_token(tokenizer.eot_id)
-            fast.save(str(partial / 'tokenizer.json'))
-            add_json(partial / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast', bos_token=end,
-                     eos_token=end, model_max_length=model.config.block_size, clean_up_tokenization_spaces=False)
+            transformers.PreTrainedTokenizerFast(
+                tokenizer_object=fast, bos_token=end, eos_token=end, model_max_length=model.config.block_size,
+                clean_up_tokenization_spaces=False).save_pretrained(partial)
         else:
             print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
         idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
@@ -98,12 +99,6 @@ def export(loaded, dest):
             raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
         partial.rename(dest)
     return difference
-
-
-def add_json(path, **entries):
-    """Add entries to the object in a JSON file, which may be missing."""
-    before = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(before | entries, indent=2))
 
 
 @one_line_errors()

@@ -74,15 +74,15 @@ def memory(c, shape, ranks=1):
         rows = rows_at_once(shape, rows, c.block_size, min(rows, c.batch_size), lean)
         kept = 11 * rows * product_size(shape, c.block_size, lean)
         parts['Hessian-vector product'] = max(0, kept + 16 * P - parts['activations'] - parts['logits'])
-    elif hook.cost:
-        parts['estimate'] = 4 * P / sharded
-        # Beside the logits' gradient, where a micro-batch is partly of the estimate, the second loss's, padded with
-        # zeros. Or after it, at the end of the estimate's backward pass, its gradients before they are added up.
-        padded = 2 * logits if c.hessian_parts < 2 and rows % c.batch_size else 0
-        parts['while estimating'] = max(padded, 4 * P / sharded - 2 * logits)
-        if c.parallel != 'ddp':  # the second loss's log-probabilities; at the end of its backward the gradients, too
-            second = 4 * entries * min(1, rows / c.batch_size)
-            parts['while estimating'] = second + max(0, 4 * P / sharded - 8 * entries)
+    elif hook.cost:  # a second loss of the same logits, whose gradients are added up in `estimate`
+        gradients = parts['estimate'] = 4 * P / sharded
+        # Two moments may be the peak: when its logits have a gradient, and when its backward pass has all gradients.
+        if c.parallel == 'ddp':
+            padded = 2 * logits if c.hessian_parts < 2 and rows % c.batch_size else 0  # with zeros, for other sequences
+            parts['while estimating'] = max(padded, gradients - 2 * logits)
+        else:
+            log_probabilities = 4 * entries * min(1, rows / c.batch_size)
+            parts['while estimating'] = log_probabilities + max(0, gradients - 8 * entries)
     return parts
 
 
@@ -102,6 +102,7 @@ def largest_micro_batch(c, shape, ranks, limit):
 
 
 def changed(c, **values):
+    """Return a copy of the settings with these values."""
     c = copy.copy(c)
     vars(c).update(values)
     return c
@@ -121,9 +122,8 @@ def plan(c, shape, args):
     seconds = flops / (args.gpus * args.flops * args.mfu)
     hours = seconds * c.max_iters / 3600
     print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {shape.vocab_size:,} ids, '
-          f'{number(flops / 1e12)} TFLOPs a step, {hessian / flops:.1%} of them for the Hessian')
-    print(f'  {number(seconds)} s a step; {c.max_iters:,} steps take {number(hours)} hours, '
-          f'{number(hours * args.gpus)} GPU-hours')
+          f'{number(flops / 1e12)} TFLOPs a step, {hessian / flops:.1%} of them for the Hessian\n  {number(seconds)} s '
+          f'a step; {c.max_iters:,} steps take {number(hours)} hours, {number(hours * args.gpus)} GPU-hours')
     if c.optimizer_name not in STATES:
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, which may '
               'be wrong: dev/bench.py measures it')
