@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,10 +12,14 @@ import torch
 from conftest import ROOT
 
 import train
+from analysis.significance import difference
+from data.tokenizer import get_tokenizer
 from dev import front, tables
+from records.board import results as board
 from records.dissection import results as dissection
 from records.fresh_h import results as fresh_h
 from records.rare_tokens import results as rare_tokens
+from records.sharpening import results as sharpening
 from records.small_batch import results as small_batch
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
@@ -150,6 +155,57 @@ def test_the_results_of_the_planned_tests_are_of_the_records():
     for row in planned:
         if row not in weak:
             assert f'| {abs(row["difference"]):.3f} ± {row["plus_or_minus"]:.3f} |' in cells, row
+
+
+def test_the_runaway_s_table_and_the_orders_are_of_the_records():
+    page, found = read('docs/results.md').replace('−', '-'), sharpening.read_runs()
+    for name, arm, ratio in (('fresh h', 'p=1', 72), ('shuffled within rows', 'rows', 72),
+                             ('ĝ clipped at norm 1', 'clipped', 72),
+                             ('γ in proportion to the learning rate', 'proportional', 72),
+                             ('g not clipped¹', 'no_grad_clip', 72), ('β2 = 0.99¹', 'beta2=0.99', 72),
+                             ('√(h · its mean)¹', 'p=0.5', 72), ('γ / learning rate = 28²', 'p=1', 28)):
+        runs = found[arm, ratio, 0.0028]
+        norms = ', '.join(f'{norm:,.0f}' for norm in sharpening.largest(runs))
+        assert f'| {name} | {norms} |' in page
+        if ratio == 72 and len(runs) > 1:
+            test = difference(*([run.final_loss for run in arm] for arm in (runs, found['p=1', 28, 0.0028])))
+            assert f'| {name} | {norms} | {test["difference"]:+.3f} ± {test["plus_or_minus"]:.3f} |' in page
+    losses = board.read_losses()
+    values = [f'{board.correlation(losses[part])[0]:.2f}' for part in ('ids_4', 'ids_4_short', 'ids_4_beta2')]
+    planned, short, long = values
+    assert f'by {planned} (Spearman' in page and f'it is {short} or {long} (added)' in page
+
+
+def test_the_cost_of_sophia_is_of_the_records():
+    """Of AdamW, Sophia-G and Sophia-H on one GPU. Where a page repeats a number, it is the same."""
+    for size in '30M', '125M', '355M':
+        runs = [run for path in (ROOT / 'records/gpu').glob(f'h200_{size}*.json')
+                for run in json.loads(path.read_text())['results']]
+        adamw, g, h = (next(run for run in runs if re.search(pattern, run['config']))
+                       for pattern in (r'^--\S+ \S+ \S+$', 'sophiag', 'sophiah'))
+        speeds = ', '.join(f'{run["tokens_per_sec"] / adamw["tokens_per_sec"]:.2f}' for run in (g, h))
+        peaks = ', '.join(f'{run["memory_gb"]:.1f}' for run in (adamw, g, h))
+        times = ', '.join(f'{run["hessian_ms"]:.0f}' for run in (g, h))
+        assert f'| {size} | {speeds} | {peaks} | {times} |' in read('docs/cost.md')
+        if size == '30M':
+            slower = round(100 * (1 - g['tokens_per_sec'] / adamw['tokens_per_sec']))
+            assert (f'{slower} % slower, a peak of {g["memory_gb"]:.1f} GB instead of {adamw["memory_gb"]:.1f}'
+                    in read('docs/reproduce.md'))
+
+
+def test_the_tokenizer_of_the_page_loses_no_text(fork, tmp_path, monkeypatch):
+    """Trained on a text by the page's block, it prepares that text."""
+    pytest.importorskip('tokenizers')
+    monkeypatch.chdir(tmp_path)
+    text = ' '.join(f'Gewölbe {i} → 二 \t{i * i}\n' for i in range(2000))
+    Path('my.txt').write_text(f'{text}<|endoftext|>{text}', encoding='utf-8')
+    block, = re.findall(r'^```python\n(.*?)^```', read('docs/data.md'), flags=re.M | re.S)
+    exec(block.replace('8000', '400'), {})
+    fork(ROOT / 'data/text/prepare.py', 'my.txt', '--tokenizer=my_bpe.json', '--out_dir=bins', check=True)
+    meta = json.loads(Path('bins/meta.json').read_text())
+    assert meta['vocab_size'] == 400
+    tokenizer = get_tokenizer('my_bpe.json')
+    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.eot_id == 0
 
 
 # The page leaves the Hugging Face model to the reader: a stand-in with its interface. Nothing needs a C++ compiler.
