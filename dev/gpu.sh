@@ -10,7 +10,7 @@
 # the results after each step and at the end; unpack it into out/gpu to continue elsewhere.
 set -um
 work=${WORK:-out/gpu}
-python=${PYTHON:-python}
+python=${PYTHON:-python3}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/$work/cache}
 
 pack() {  # BINS NANOGPT: every 45th piece of 10,240 training tokens is held out, as in records/gpu_30m
