@@ -101,7 +101,8 @@ def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
     trained(model, optimizer, range(1))
     guards.check_round_trip(WORLD, model, optimizer, built(name, model.parameters()))
     trained(model, optimizer, range(1, 6))
-    path, state = checkpoint.load_checkpoint(saved(tmp_path, model, optimizer, 6))
+    path, state = checkpoint.load_checkpoint(saved(tmp_path, model, optimizer, 6, dict(ema=np.float64(0.5))))
+    assert state['train_state'] == dict(ema=0.5)  # a plain number, because load_pt rejects NumPy's
     again, its = made(name)
     checkpoint.load_tensors(path, state, again, its, None)
     trained(model, optimizer, range(6, 12))
