@@ -382,7 +382,7 @@ def test_a_state_that_a_checkpoint_would_lose_is_one_line_after_the_first_update
         assert len(metrics(tmp_path, 'val/loss')) == 1 and not metrics(tmp_path)
     else:
         main(tmp_path, *flags)
-        assert ended[0].fresh is None  # which would hold the memory of a second state
+        assert ended[0].rest.fresh is None  # which would hold the memory of a second state
 
 
 def test_a_term_without_targets_is_the_same_in_evaluations_of_any_batch_size(main, tmp_path, monkeypatch):
