@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from analysis.figures import label_of
-from analysis.runs import by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on, seed_of
+from analysis.runs import by_seed, hyperparameters, mean_final_loss, measured_on, notes_on, seed_of
 from analysis.significance import difference, expected_best
 
 
@@ -58,12 +58,12 @@ def same_share(key, one, two):
     return abs(one.config[key] * two.max_iters - two.config[key] * one.max_iters) <= max(one.max_iters, two.max_iters)
 
 
-def finished_runs(paths, free=()):
-    """Return the runs in `paths` that trained with one schedule to its end; print which are left out, and why.
+def finished_runs(runs, free=()):
+    """Return the `runs` that trained with one schedule to its end; print which are left out, and why.
 
     Settings with which another run diverged are left out. SystemExit without runs, or if they cannot be compared.
     """
-    runs, kept = find_runs(paths), []
+    kept = []
     lost = {hyperparameters(run) for run in runs if run.diverged and run.is_trial}
     for run in runs:
         reason = run.rejected or ('another run of these settings diverged' if hyperparameters(run) in lost else None)

@@ -24,7 +24,7 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
 SETTING_LABELS = dict(learning_rate='learning rate', weight_decay='weight decay', beta1='β1', beta2='β2', eps='ε',
                       gamma='γ', hessian_interval='k', hessian_parts='parts', max_iters='steps T',
                       warmup_iters='warm-up', total_batch_size='sequences per step', block_size='tokens per sequence',
-                      n_layer='layers')
+                      n_layer='layers', scale_attn_by_inverse_layer_idx='attention scaling')
 
 # The optimizers that have the same color in all pictures: C0, C1, …
 COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'signum', 'gnb_mean', 'ef_clip', 'sophiag_fresh',

@@ -148,7 +148,7 @@ def test_a_run_that_diverged_after_a_change_is_no_trial(tmp_path):
     result = judge(tmp_path)
     assert result['same_T'][0]['candidate'] == pytest.approx(3.0) and result['same_T'][0]['trials'] == 2
     assert [*result['rejected'].values()] == ['learning_rate was changed from 0.004 to 0.002 at iteration 20']
-    assert len(compare.finished_runs([tmp_path])) == 3
+    assert len(compare.finished_runs(runs.find_runs([tmp_path]))) == 3
 
 
 def test_settings_that_diverged_with_one_seed_are_not_the_best(tmp_path):
