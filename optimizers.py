@@ -476,4 +476,3 @@ def kind_of(name, p):
     if p.dim() < 2:
         return 'norm'
     return next((KINDS[part] for part in name.split('.') if part in KINDS), 'other')
-OLD_NAMES = {}  # SHIM
