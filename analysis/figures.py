@@ -13,13 +13,12 @@ from runtime.arguments import argument_parser
 # The values of --x → the labels of the x-axis
 AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds of training', 'flops': 'training FLOPs'}
 
+# The last three are controls of studies in records/.
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'signum': 'Sign momentum',
-                    'clip': 'Sign momentum',  # its name in older records
-                    'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping', 'gnb_mean': 'GNB, mean of h',
-                    'gnb_rows': 'GNB, h shuffled in rows', 'gnb_permuted': 'GNB, h permuted',  # in older records
-                    'sophiag_fresh': 'Sophia-G, fresh h', 'sophiag_clipped': 'Sophia-G, fresh h, ĝ clipped',
-                    'muon': 'Muon', 'soap': 'SOAP'}
+                    'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping',
+                    'sophiag_fresh': 'Sophia-G, fresh h', 'muon': 'Muon', 'soap': 'SOAP', 'gnb_mean': 'GNB, mean of h',
+                    'gnb_rows': 'GNB, h shuffled in rows', 'gnb_permuted': 'GNB, h permuted'}
 
 SETTING_LABELS = dict(learning_rate='learning rate', weight_decay='weight decay', beta1='β1', beta2='β2', eps='ε',
                       gamma='γ', hessian_interval='k', hessian_parts='parts', max_iters='steps T',
@@ -27,8 +26,7 @@ SETTING_LABELS = dict(learning_rate='learning rate', weight_decay='weight decay'
                       n_layer='layers', scale_attn_by_inverse_layer_idx='attention scaling')
 
 # The optimizers that have the same color in all pictures: C0, C1, …
-COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'signum', 'gnb_mean', 'ef_clip', 'sophiag_fresh',
-           'gnb_permuted']
+COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'signum', 'gnb_mean', 'ef_clip', 'sophiag_fresh']
 
 
 def label_of(key):
@@ -54,7 +52,6 @@ def figure(columns=1, width=5.0, height=3.7):
 
 def styles(names):
     """Return options of ax.plot for lines of the optimizers `names`: each one's color if no two are the same."""
-    names = ['signum' if name == 'clip' else name for name in names]  # its name in older records
     if len(set(names)) == len(names) and set(names) <= set(COLORED):
         return [dict(color=f'C{COLORED.index(name)}') for name in names]
     if len(names) <= 10:

@@ -13,22 +13,21 @@ from analysis.figures import argparser, figure, save
 from analysis.significance import difference
 from records.dissection import results as dissection
 from records.gpu_30m import results as gpu_30m
-from records.studies import part_of
+from records.studies import SEARCH_SEED, interval, losses, part_of
 
 
 def panels():
     """Return {title of a panel: {arm: its losses with fresh seeds}}; AdamW is the first arm of each."""
-    C = dissection.arms_of(dissection.find_runs([ROOT / 'records/dissection']), 'C')
-    small = {label: dissection.losses(dissection.fresh_runs(C, name, dissection.SIX))
+    C = dissection.arms_of(dissection.read(), 'C')
+    small = {label: losses(dissection.fresh_runs(C, name, dissection.SIX))
              for name, label in (('adamw', 'AdamW'), ('sophiag', 'Sophia-G'))}
-    runs = gpu_30m.read_runs()
+    runs = gpu_30m.read()
     arms = gpu_30m.fresh_arms(runs)
     gamma = next(run.gamma for run in runs if part_of(run) == 'b' and run.optimizer_name == 'sophiag')
     mine = {'AdamW': (*arms['AdamW'], 0.0), **{f'Sophia-G, {rate:g}': (name, rate, gamma)
                                                for name, rate in arms.values() if name == 'sophiag'}}
-    large = {label: [run.final_loss for run in runs if run.max_iters == gpu_30m.LONG
-                     and run.seed != gpu_30m.SEARCH_SEED
-                     and (run.optimizer_name, run.learning_rate, run.gamma) == settings]
+    large = {label: losses(run for run in runs if run.max_iters == gpu_30m.LONG and run.seed != SEARCH_SEED
+                           and (run.optimizer_name, run.learning_rate, run.gamma) == settings)
              for label, settings in mine.items()}
     return {'0.8M parameters, 9,600 steps, both tuned': small,
             '30M parameters, 3,000 steps, Sophia-G at two learning rates': large}
@@ -37,12 +36,7 @@ def panels():
 def tests(arms):
     """Return {arm: its `difference` to AdamW}, of the arms of a panel."""
     (_, adamw), *others = arms.items()
-    return {label: difference(losses, adamw) for label, losses in others}
-
-
-def interval(test):
-    """Return the text of a difference with its 95 % interval."""
-    return f'{test["difference"]:+.3f} ± {test["plus_or_minus"]:.3f}'.replace('-', '−')
+    return {label: difference(mine, adamw) for label, mine in others}
 
 
 def draw(found):
@@ -53,16 +47,16 @@ def draw(found):
     for ax, (title, arms) in zip(axes, found.items()):
         reference, tested = mean(arms['AdamW']), tests(arms)
         ax.axvline(0, color='0.6', linewidth=1)
-        for y, (label, losses) in enumerate(reversed(arms.items())):
+        for y, (label, mine) in enumerate(reversed(arms.items())):
             color = 'C0' if label == 'AdamW' else 'C1'
-            ax.plot([loss - reference for loss in losses], [y + 0.18] * len(losses), 'o', markersize=4, color=color,
+            ax.plot([loss - reference for loss in mine], [y + 0.18] * len(mine), 'o', markersize=4, color=color,
                     alpha=0.6)
             if label in tested:
                 ax.errorbar(tested[label]['difference'], y - 0.1, xerr=tested[label]['plus_or_minus'], fmt='D',
                             markersize=5, capsize=4, color=color)
                 ax.annotate(interval(tested[label]), (1.02, y), xycoords=('axes fraction', 'data'), va='center',
                             fontsize=9)
-            rows.append(dict(panel=title, arm=label, seeds=len(losses), loss=mean(losses), **{
+            rows.append(dict(panel=title, arm=label, seeds=len(mine), loss=mean(mine), **{
                 key: tested.get(label, {}).get(key) for key in ('difference', 'plus_or_minus', 'p')}))
         ax.set(ylim=(-0.6, len(arms) - 0.4), title=title, xlabel="final validation loss minus AdamW's")
         ax.set_yticks(range(len(arms)), [*reversed(arms)])

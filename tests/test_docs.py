@@ -142,9 +142,8 @@ def test_the_front_s_numbers_and_picture_are_of_the_records():
 
 def test_the_results_of_the_planned_tests_are_of_the_records():
     """As differences without a sign, because the page turns some around."""
-    planned = [*dissection.tests(dissection.find_runs([dissection.RECORDS])),
-               *fresh_h.planned_tests(fresh_h.read_results()), *small_batch.planned_tests(small_batch.read_results()),
-               *rare_tokens.planned_tests(rare_tokens.read_arms())]
+    planned = [*dissection.tests(dissection.read()), *fresh_h.planned_tests(fresh_h.read()),
+               *small_batch.planned_tests(small_batch.read()), *rare_tokens.planned_tests(rare_tokens.read())]
     cells = read('docs/results.md').replace('−', '').replace('+', '')
     weak = [row for row in planned if row['comparison'].startswith('A: ') and row['n'] == '3, 3'][1:]
     for row in planned:
