@@ -1,9 +1,14 @@
 """scripts/plot.py: the figure and its numbers, from one run and from several."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from conftest import rejection
+from conftest import ROOT, rejection
 from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
 from PIL import Image
 
@@ -70,6 +75,23 @@ def test_the_file_that_is_read_is_not_overwritten(tmp_path):
     assert 'sweep.json: the numbers of the picture would replace it' in rejection(
         speedup.main, [str(tmp_path / 'out'), '--output', f'{tmp_path}/out/sweep.png'])
     assert path.read_text().endswith('AdamW,1,100,3.0\n') and not (tmp_path / 'loss.png').exists()
+
+
+def test_a_picture_of_records_is_not_written_among_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted((ROOT / 'records/quickstart').iterdir())
+    for path in f'{ROOT}/records/quickstart', f'{ROOT}/records/quickstart/lion':
+        plot.main([path])
+        assert [*map(str, sorted(Path('out').iterdir()))] == ['out/loss.csv', 'out/loss.png']
+        shutil.rmtree('out')
+    assert sorted((ROOT / 'records/quickstart').iterdir()) == before
+
+
+def test_a_notebooks_backend_does_no_harm(run):
+    """A notebook exports it to its !commands, where its module may be missing."""
+    subprocess.run([sys.executable, ROOT / 'scripts/plot.py', run], check=True,
+                   env=os.environ | {'MPLBACKEND': 'module://matplotlib_inline.backend_inline'})
+    assert (run / 'loss.png').is_file()
 
 
 def test_lines_are_named_after_what_tells_them_apart(tmp_path):
