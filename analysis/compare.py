@@ -17,7 +17,7 @@ def add_tuned(parser):
 
 def side_of(run, by='optimizer_name'):
     """Return the side that a run is on: its value of the setting `by`, or for 'out_dir' the path it was found in."""
-    return run.found_in if by == 'out_dir' else str(run.config[by])
+    return run.found_in if by == 'out_dir' else run.config[by]
 
 
 def check_comparable(runs, free=(), by='optimizer_name'):

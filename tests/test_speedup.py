@@ -334,12 +334,33 @@ def test_values_of_a_setting_are_compared(tmp_path):
         judge, tmp_path, '--by', 'dropout', '--tuned', 'min_lr_ratio')
 
 
+def test_equal_values_are_one_side(tmp_path):
+    """As 0 and 0.0 are, in config.json as in a CSV file, and names with a blank at their end."""
+    for seed, noise in enumerate([0.0, 0.01, 0.02, 0.03]):
+        for dropout, loss in (0, 3.0), (0.1, 3.1):
+            run = make(tmp_path / 'runs', 'adamw', 100, loss + noise, seed=seed, argv=[f'--dropout={dropout}'])
+            if not dropout and seed > 1:
+                edit(run, lambda about: about['config'].update(dropout=0))
+    row, = judge(tmp_path / 'runs', '--by', 'dropout')['same_T']
+    assert (row['seeds'], row['seeds of baseline']) == (4, 4)
+    path = tmp_path / 'x.csv'
+    path.write_text('optimizer,seed,steps,loss,dropout\n' + ''.join(
+        f'{name},{seed},100,{3 + seed / 100 + float(dropout)},{dropout}\n' for seed, name, dropout in [
+            (1, 'AdamW', '0'), (2, 'AdamW ', '0.0'), (3, 'AdamW', '0'), (1, 'AdamW', '.1'), (2, 'AdamW', '0.10')]))
+    speedup.main([str(path), '--by', 'dropout', f'--output={tmp_path}/y.png', '--panels', 'difference'])
+    row, = json.loads((tmp_path / 'y.json').read_text())['verdicts'][0]['same_T']
+    assert (row['seeds'], row['seeds of baseline'], row['trials']) == (2, 3, 1)
+
+
 def test_directories_are_compared(tmp_path):
     """Two checkouts or two models: the same settings and seeds in two places."""
     for seed, noise in enumerate([0.0, 0.01, 0.02]):
         for place, loss in (('main', 3.0), ('fork', 2.9)):
             make(tmp_path / place, 'adamw', 100, loss + noise, seed=seed)
-    speedup.main([f'{tmp_path}/main', f'{tmp_path}/fork', f'--output={tmp_path}/speedup.png', '--by=out_dir'])
+    argv = [f'{tmp_path}/main', f'{tmp_path}/fork/', f'--output={tmp_path}/speedup.png', '--by=out_dir']
+    speedup.main([*argv, f'--baseline={tmp_path}/fork/'])
+    assert json.loads((tmp_path / 'speedup.json').read_text())['baseline'] == f'{tmp_path}/fork'
+    speedup.main(argv)
     verdict, = json.loads((tmp_path / 'speedup.json').read_text())['verdicts']
     assert f'{tmp_path}/fork ends 0.1000 ± 0.0351 below {tmp_path}/main (p = 0.0066; trials' in verdict['text'][0]
 
@@ -407,6 +428,19 @@ def test_a_csv_file_of_another_program(tmp_path):
     (tmp_path / 'x.csv').write_text('optimizer,seed,steps,loss\na,1,0,5\na,2,200,3\n')
     assert [run.rejected for run in runs.find_runs([tmp_path / 'x.csv'])] == [
         'it has a validation loss at iteration 0 of 0 only', None]
+
+
+def test_a_diverged_run_without_a_horizon_is_a_trial_of_the_next_longer_ones(tmp_path, capsys):
+    rows = [f'{name},{seed},{T},{loss},{lr}' for name in 'ab' for T, loss, lr in ((100, 3.2, 1), (200, 3.0, 2))
+            for seed in (1, 2)]
+    lost = ['a,1,0,5.0,9', 'a,1,40,nan,9', 'a,1,0,5.0,8', 'a,1,120,,8', 'a,1,300,nan,7']
+    (tmp_path / 'x.csv').write_text('\n'.join(['optimizer,seed,steps,loss,learning_rate', *rows, *lost]))
+    speedup.main([f'{tmp_path}/x.csv', '--baseline=b', f'--output={tmp_path}/y.png', '--panels=difference'])
+    verdict, = json.loads((tmp_path / 'y.json').read_text())['verdicts']
+    assert [(row['T'], row['trials'], row['trials of baseline'], row['at equal trials'])
+            for row in verdict['same_T']] == [(100, 2, 1, (3.2 + 5) / 2), (200, 2, 1, (3.0 + 5) / 2)]
+    assert [line.split(':')[1:] for line in capsys.readouterr().out.splitlines() if line.startswith('lost ')] == [
+        [str(line), ' it diverged'] for line in (10, 12, 14)]
 
 
 @pytest.mark.parametrize('delimiter', [';', '\t'])
