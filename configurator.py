@@ -207,16 +207,6 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
     return config
 
 
-def with_younger(config):
-    """Return the settings of a run with those that are younger than the run, as what it did had no name yet."""
-    squares = config.get('optimizer_name') in ('sophiag', 'ef_clip', 'gnb_noclip', 'gnb_mean', 'gnb_permuted')
-    evaluated = config.get('eval_iters', 0) * config.get('batch_size', 0)  # micro-batches at that time
-    found = dict(eval_sequences=evaluated, schedule='cosine', cooldown_iters=0, optimizer_args='', parallel='ddp',
-                 auto_resume=False, activation_checkpointing=False, hessian_parts=int(squares), hessian_sequences='own',
-                 hessian_bias_correction=False, branch_cooldown=0, trackio_log=False) | config
-    return found | dict(init_from='scratch') if found.get('init_from') == 'auto' else found  # auto_resume's older name
-
-
 def help_text(path, defaults):
     """Format the docstring of a file and the settings that it declares, a line each, with their defaults."""
     declared, source = Config(defaults).declared, Path(path).read_text(encoding='utf-8')

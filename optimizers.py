@@ -314,7 +314,6 @@ OPTIMIZERS = {
                 {'tiny': 2.4e-2}, 'our table', library='pytorch_optimizer:SOAP'),
     # Rows of a fork:
 }
-OLD_NAMES = dict(clip='signum')  # of rows, in checkpoints, configs and records
 # Library optimizers that work on each coordinate by itself, or know DTensors
 SHARDABLE = {f'torch:{name}' for name in torch.optim.__all__} - {'torch:Muon', 'torch:Adafactor', 'torch:Rprop'} | {
     'schedulefree:AdamWScheduleFree'}
@@ -322,7 +321,6 @@ SHARDABLE = {f'torch:{name}' for name in torch.optim.__all__} - {'torch:Muon', '
 
 def row(optimizer_name):
     """Return the row of an optimizer, in the table or of a library."""
-    optimizer_name = OLD_NAMES.get(optimizer_name, optimizer_name)
     if ':' in optimizer_name:
         return unlisted_row(optimizer_name)
     if optimizer_name not in OPTIMIZERS:
@@ -455,8 +453,6 @@ def defaults_of(config):
 
 def fill_settings(config):
     """Fill in the settings of the optimizer, hessian_batch_size for this run's mini-batch."""
-    if config.optimizer_name in OLD_NAMES:
-        config.set('optimizer_name', OLD_NAMES[config.optimizer_name], config.sources['optimizer_name'])
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:

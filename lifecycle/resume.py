@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from configurator import HARMLESS, with_younger
+from configurator import HARMLESS
 from data.tokenizer import check_same_tokenizer, folder_meta, tokenizer_from_meta
 from model import GPTConfig
-from optimizers import OLD_NAMES, defaults_of
+from optimizers import defaults_of
 from runtime import checkpoint, gpt, optim
 from runtime.files import code_hashes, differing_files
 from runtime.rng import seed_all
@@ -87,7 +87,7 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
         if files := differing_files(saved.get('code'), code):
             differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))
-    before = {**c.defaults, **with_younger(saved['config'])}
+    before = {**c.defaults, **saved['config']}
     measured = c.having('eval') - {'eval_iters'}  # a way to set eval_sequences
     if saved['data']['val'] != fingerprints['val'] or any(c.values[key] != before.get(key) for key in measured):
         saved['train_state'] |= dict(best_val_loss=float('inf'), last_eval_iter=-1)  # losses of other sequences
@@ -189,8 +189,7 @@ def compare(path, saved, c, fingerprints, learning_rate_at):
     of a horizon are harmless while all learning rates so far are the present schedule's.
     SystemExit when the optimizer or the data set differs.
     """
-    before = {**defaults_of(c), **with_younger(saved['config'])}
-    before['optimizer_name'] = OLD_NAMES.get(before['optimizer_name'], before['optimizer_name'])
+    before = {**defaults_of(c), **saved['config']}
     for key in 'optimizer_name', 'optimizer_args':
         if before[key] != c.values[key]:
             raise SystemExit(f'{path}: was trained with --{key}={before[key]}; resume with it, or choose another '

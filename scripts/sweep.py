@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
 from analysis.runs import as_number, is_seed, mean_final_loss, notes_on, read_run
-from configurator import Config, configure, with_younger
+from configurator import Config, configure
 from model import GPTConfig
-from optimizers import OLD_NAMES, defaults_of
+from optimizers import defaults_of
 from runtime.arguments import argument_parser, at_least
 from runtime.files import code_hashes, differing_files, local_path, one_line_errors, write_json
 from runtime.signals import undo_at_end
@@ -77,7 +77,7 @@ class Trial:
         c = train.resolve(argv, run.about.get('world_size') if run else None)
         asked = configure(train.DEFAULTS, argv).values
         for key, text in self.settings.items():
-            if key not in FITTED and c.values[key] != OLD_NAMES.get(asked[key], asked[key]):
+            if key not in FITTED and c.values[key] != asked[key]:
                 raise SystemExit(f'--{key}={text}: would be trained with {c.values[key]!r} '
                                  f'({c.sources[key]}); let derive in train.py keep a value whose key is in c.given')
         if not run:
@@ -85,7 +85,7 @@ class Trial:
         unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
-        before = {**defaults_of(c), **with_younger(run.about['config'])}
+        before = {**defaults_of(c), **run.about['config']}
         for key, value in c.values.items():
             if key not in unchecked and value != before.get(key, value):
                 raise SystemExit(f'{self.out_dir}: holds a run with {key} = {before[key]!r}, asked for is '

@@ -127,11 +127,6 @@ def test_switching_the_optimizer_switches_its_settings():
     assert (adamw['learning_rate'], adamw['weight_decay'], adamw['hessian_interval']) == (6e-4, 0.1, 0)
 
 
-def test_an_optimizers_old_name_still_works():
-    config = train.resolve(['--optimizer_name=clip', '--model_size=30M'])
-    assert (config.optimizer_name, config.learning_rate) == ('signum', 4e-4)
-
-
 def test_the_validation_set_does_not_depend_on_the_micro_batch():
     """A flag in nanoGPT's name overrides a config file."""
     file, flags = str(ROOT / 'config/quickstart.py'), ['--total_batch_size=8', '--eval_iters=3']
