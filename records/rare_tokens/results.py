@@ -48,7 +48,7 @@ def fresh(trials):
     return losses(run for seed, run in sorted(trials[best_of(trials)].items()) if seed != SEARCH_SEED)
 
 
-def planned_tests(arms, pairs):
+def planned_tests(arms, pairs=TESTS):
     """Return a row for each of these tests whose runs are finished, with Holm's correction over all; a test that is not
     finished counts there with p = 1, so that the p-values can only fall when it is.
 
