@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
-from data.loader import vocab_size_of
+from data.loader import first_dir, read_meta
 from hessian import StepHook
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
@@ -54,7 +54,7 @@ def our_model(c, device):
     """Build the model of the settings `c`, with the seed's weights, on the device: on one CPU core it takes minutes."""
     torch.manual_seed(c.seed)
     with device:
-        return GPT(gpt.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)))
+        return GPT(gpt.config_of(GPTConfig, c.values, read_meta(first_dir(c.dataset))['vocab_size']))
 
 
 def baseline_run(c, world, folder):
@@ -84,7 +84,7 @@ class Case:
         self.run = baseline_run(config, world, folder) if folder else train.set_up(
             config, world, our_model(config, world.device))
         torch.manual_seed(config.seed)  # for the batches, because a baseline has drawn its weights
-        self.vocab_size = vocab_size_of(config.dataset)
+        self.vocab_size = read_meta(first_dir(config.dataset))['vocab_size']
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
         self.losses = []
         for iteration in (0, 1, 0, 1):  # compiles, allocates the optimizer's state and the gradients

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
-from data.loader import vocab_size_of
+from data.loader import first_dir, read_meta
 from hessian import product_size, rows_at_once
 from model import GPT, GPTConfig
 from optimizers import hessian_flops_per_token, row
@@ -164,7 +164,7 @@ def main(argv=None):
     configs = [[str(config)] for config in args.configs or ([] if flags else published)]
     for words in configs or [[]]:
         c = train.resolve(['--device=cuda', *flags, *words], world_size=args.gpus)  # whatever this machine has
-        plan(c, gpt.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)), args)
+        plan(c, gpt.config_of(GPTConfig, c.values, read_meta(first_dir(c.dataset))['vocab_size']), args)
 
 
 if __name__ == '__main__':

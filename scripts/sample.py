@@ -46,8 +46,8 @@ def main(argv=None):
     loaded = with_tokenizer(load(args.checkpoint or args.out_dir or 'out', args.device, args.tokenizer))
     model, tokenizer = loaded.model, loaded.tokenizer
     if prompt is None or prompt == '' and tokenizer.eot_id is None:
-        prompt = tokenizer.default_prompt
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # where a document begins
+        prompt = '\n'
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # a document follows the end of another
     if END_OF_TEXT in prompt:
         print(f"note: {END_OF_TEXT} in the prompt is ordinary text; --start='' starts a document", file=sys.stderr)
     print(f'{loaded.path}: {num_params(model):,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
