@@ -1,11 +1,10 @@
-"""Search the best settings one at a time (coordinate search), by training; resumable.
+"""Search for the best settings one at a time (coordinate search). The same command resumes.
 
   python scripts/tune.py --out_dir out/tune --noise=0.004 --values learning_rate=5e-4,1e-3,2e-3 gamma=0.05,0.15,0.5 \\
       -- config/quickstart.py --optimizer_name=sophiag
 
-The search starts from the settings of the arguments after --. It tries all values of one setting after another, with
-the others unchanged, and keeps the best value if it lowers the validation loss by more than --noise. It ends after a
-round without a change.
+Starts from the arguments after --. Tries all values of one setting after another with the others unchanged, and keeps
+the best value if it lowers the validation loss by more than --noise. Ends after a round without a change.
 """
 
 import sys
@@ -23,8 +22,8 @@ def search(values, start, noise, losses_of):
     """Return the best settings of a coordinate search and their loss.
 
     Args:
-        values: setting → list of its values, as texts. start: setting → the value to begin with.
-        losses_of: list of settings → list of their losses.
+        values: {setting: list of its values}. start: {setting: first value}. losses_of: function from a list of
+            settings to their losses.
     """
     best, before = start, None
     lowest, = losses_of([best])
