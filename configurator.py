@@ -226,7 +226,3 @@ def from_python(name, value, type_):
     if type(value) is not type_:
         raise SystemExit(f'{name}: {value!r} is not {KINDS[type_]}')
     return value
-
-
-def with_younger(config):  # SHIM
-    return config

@@ -27,7 +27,7 @@ from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from hessian import StepHook
 from lifecycle import guards
 from lifecycle.resume import find_origin, finetunes, pretrained_model
-from lifecycle.run import abort, build_buckets, check_step, close_run, log_metrics, not_finite, open_log, save
+from lifecycle.run import Rest, abort, build_buckets, check_step, close_run, log_metrics, not_finite, open_log, save
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from runtime import checkpoint, optim
@@ -117,8 +117,7 @@ DEFAULTS = {key: value for key, value in globals().items() if isinstance(value, 
 
 
 def resolve(argv, world_size=None):
-    """Return the `Config` of `python train.py ARGV…` on `world_size` ranks; by default those that torchrun has started.
-    """
+    """Return the `Config` of `python train.py ARGV…` on `world_size` ranks, by default as many as torchrun started."""
     c = configurator.configure(DEFAULTS, argv, __file__)
     derive(c, world_size or ranks_from_environment()[2])
     return c
@@ -211,8 +210,8 @@ class TrainState:
 
 @dataclass(slots=True)
 class Run:
-    """Everything that lives as long as a run. Checkpoints hold of it only `state` and the tensors of `raw_model` and
-    `optimizer`, so what an iteration leaves for later ones belongs there."""
+    """The objects of a run. Checkpoints hold only `state` and the tensors of `raw_model` and `optimizer`, so all that
+    an iteration leaves for later ones belongs there."""
     config: configurator.Config
     world: World
     raw_model: GPT  # neither compiled nor replicated
@@ -227,9 +226,7 @@ class Run:
     val_data: dict = field(default_factory=dict)
     log: Any = None
     stops: Any = None
-    about: dict = field(default_factory=dict)  # what checkpoints say of the run: model_args, data, tokenizer, code, …
-    fresh: Any = None  # until the first update, what guards.check_first_update compares with
-    saved: bool = True  # whether the latest checkpoint that was due has been saved
+    rest: Any = None  # lifecycle.run.Rest: for saving, and for the check of the first update
 
 
 def make_model(c, origin, data):
@@ -291,10 +288,9 @@ def begin(c):
     run = set_up(c, world, model)
     origin.restore(run)
     run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
-    run.about = dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
-                     code=origin.code, model_seed=origin.seed)
-    if not c.eval_only:
-        run.fresh = make_optimizer(c, model), set(model.state_dict())
+    run.rest = Rest(dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
+                         code=origin.code, model_seed=origin.seed),
+                    None if c.eval_only else make_optimizer(c, model), {*model.state_dict()})
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          run.state.iter)
     with world.exit_together():
@@ -420,7 +416,7 @@ def evaluate_and_save(run):
     if state.iter > 0 and (best or last or c.always_save_checkpoint):
         before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
         save(run, best)
-        if not run.saved:
+        if not run.rest.saved:
             state.best_val_loss = before  # the lowest loss of a saved checkpoint
 
 
@@ -471,8 +467,7 @@ def train(c):
         seconds = time.perf_counter() - started
         speed.add(seconds, step.tokens, step.estimated)
         if logs:
-            metrics = {**metrics_of(run, step, lr), **speed.metrics()}
-            log_metrics(run, metrics)
+            log_metrics(run, metrics_of(run, step, lr) | speed.metrics())
         state.iter += 1
         state.tokens += step.tokens
         state.seconds += seconds

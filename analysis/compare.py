@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from analysis.figures import label_of
-from analysis.runs import by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on, seed_of
+from analysis.runs import by_seed, hyperparameters, mean_final_loss, measured_on, notes_on, seed_of
 from analysis.significance import difference, expected_best
 
 
@@ -17,7 +17,7 @@ def add_tuned(parser):
 
 def side_of(run, by='optimizer_name'):
     """Return the side that a run is on: its value of the setting `by`, or for 'out_dir' the path it was found in."""
-    return run.found_in if by == 'out_dir' else str(run.config[by])
+    return run.found_in if by == 'out_dir' else run.config[by]
 
 
 def check_comparable(runs, free=(), by='optimizer_name'):
@@ -27,30 +27,29 @@ def check_comparable(runs, free=(), by='optimizer_name'):
     and cooldown (the same iterations, or the same share of the run), the optimizer unless that is compared (`by`), and
     β1 among the runs of one side.
     """
-    protocol = {key for run in runs for key in run.config if run.role(key) in ('model', 'protocol')}
-    protocol |= {key for key in ('warmup_iters', 'cooldown_iters')
-                 if not all(same_share(key, runs[0], run) for run in runs)}
-    # The paper's AdamW and Lion scale attention, its Sophia does not.
-    keys = sorted((protocol | {'optimizer_name'}) - {'scale_attn_by_inverse_layer_idx'})
+    keys = {key for run in runs for key in run.having('model', 'protocol')} | {'optimizer_name'}
+    keys |= {key for key in ('warmup_iters', 'cooldown_iters')
+             if not all(same_share(key, runs[0], run) for run in runs)}
+    keys -= {'scale_attn_by_inverse_layer_idx'}  # the paper's AdamW and Lion scale attention, its Sophia does not
     free = {*free, by}
 
     def settings(run):
-        return {**measured_on(run), **{key: run.config[key] for key in keys},
+        return {**measured_on(run), **{key: run.config[key] for key in sorted(keys)},
                 'min_lr_ratio': round((run.min_lr or 0) / (run.learning_rate or 1), 4)}
 
-    def check(runs, settings_of):
-        for run in runs[1:]:
-            expected, found = settings_of(runs[0]), settings_of(run)
-            if differing := [key for key in found if found[key] != expected[key] and key not in free]:
-                named = [key for key in differing if ' ' not in key]
-                raise SystemExit(
-                    f'{runs[0].out_dir} and {run.out_dir} cannot be compared: '
-                    + ', '.join(f'{key} is {expected[key]} in one and {found[key]} in the other' for key in differing)
-                    + (f'; leave one out, or give --tuned {" ".join(named)} if tuned' if named else ''))
+    def check(first, run, settings_of):
+        expected, found = settings_of(first), settings_of(run)
+        if differing := [key for key in found if found[key] != expected[key] and key not in free]:
+            named = [key for key in differing if ' ' not in key]
+            raise SystemExit(
+                f'{first.out_dir} and {run.out_dir} cannot be compared: '
+                + ', '.join(f'{key} is {expected[key]} in one and {found[key]} in the other' for key in differing)
+                + (f'; leave one out, or give --tuned {" ".join(named)} if tuned' if named else ''))
 
-    check(runs, settings)
-    for side in {side_of(run, by) for run in runs}:
-        check([run for run in runs if side_of(run, by) == side], lambda run: {'beta1': run.config.get('beta1')})
+    first_of_side = {}
+    for run in runs:
+        check(runs[0], run, settings)
+        check(first_of_side.setdefault(side_of(run, by), run), run, lambda run: {'beta1': run.config.get('beta1')})
 
 
 def same_share(key, one, two):
@@ -58,12 +57,12 @@ def same_share(key, one, two):
     return abs(one.config[key] * two.max_iters - two.config[key] * one.max_iters) <= max(one.max_iters, two.max_iters)
 
 
-def finished_runs(paths, free=()):
-    """Return the runs in `paths` that trained with one schedule to its end; print which are left out, and why.
+def finished_runs(runs, free=()):
+    """Return the `runs` that trained with one schedule to its end; print which are left out, and why.
 
     Settings with which another run diverged are left out. SystemExit without runs, or if they cannot be compared.
     """
-    runs, kept = find_runs(paths), []
+    kept = []
     lost = {hyperparameters(run) for run in runs if run.diverged and run.is_trial}
     for run in runs:
         reason = run.rejected or ('another run of these settings diverged' if hyperparameters(run) in lost else None)
@@ -109,32 +108,31 @@ class Tuned:
 
 
 def tuned_at_each_T(side, runs):
-    """Return {T: `Tuned`} of the `runs` of a side, where it has a finished one.
-
-    The best hyperparameters have the lowest mean loss among those with the most seeds. Others with fewer seeds replace
-    them only if they share a seed and are lower in the mean over their own seeds and over the shared ones: a single
-    lucky run is not enough. Hyperparameters that diverged with a seed are never the best.
-    """
+    """Return {T: `Tuned`} of the `runs` of a side, where it has a finished one. Hyperparameters that diverged with a
+    seed are never the best."""
     found = {}
-    ended = [run for run in runs if run.is_trial]
     # Diverged runs come first, because by_seed keeps the first of several runs with the same settings and seed.
-    tried = by_seed(sorted(ended, key=lambda run: not run.diverged))
-    for T in sorted({run.max_iters for run in ended}):
+    tried = by_seed(sorted((run for run in runs if run.is_trial), key=lambda run: not run.diverged))
+    for T in sorted({group[0].max_iters for group in tried}):
         at_T = [group for group in tried if group[0].max_iters == T]
-        lost = [group for group in at_T if group[0].diverged]  # see the order above
-        groups = [group for group in at_T if not group[0].diverged]
-        if not groups:
-            continue
-        best, *others = sorted(groups, key=lambda group: (-len(group), mean_final_loss(group)[0]))
-        for group in others:
-            if len(group) < len(best) and shared_seeds([group, best]):
-                loss, loss_of_best = losses_of_shared_seeds([group, best])
-                if loss < loss_of_best and mean_final_loss(group)[0] < mean_final_loss(best)[0]:
-                    best = group
-        highest = max(loss for group in groups for loss in finite_losses(group))
-        trials = losses_of_shared_seeds(groups) + [next(iter(finite_losses(group)), highest) for group in lost]
-        found[T] = Tuned(side, T, best, groups + lost, trials)
+        lost, groups = ([group for group in at_T if group[0].diverged == diverged] for diverged in (True, False))
+        if groups:
+            highest = max(loss for group in groups for loss in finite_losses(group))
+            trials = losses_of_shared_seeds(groups) + [next(iter(finite_losses(group)), highest) for group in lost]
+            found[T] = Tuned(side, T, best_of(groups), groups + lost, trials)
     return found
+
+
+def best_of(groups):
+    """Return the group of seeds with the lowest mean loss among those with the most seeds; one with fewer if it is
+    lower both in the mean over its own seeds and over the seeds that the two share: a lucky run is not enough."""
+    best, *others = sorted(groups, key=lambda group: (-len(group), mean_final_loss(group)[0]))
+    for group in others:
+        if len(group) < len(best) and shared_seeds([group, best]):
+            loss, loss_of_best = losses_of_shared_seeds([group, best])
+            if loss < loss_of_best and mean_final_loss(group)[0] < mean_final_loss(best)[0]:
+                best = group
+    return best
 
 
 def finite_losses(runs):
@@ -165,8 +163,7 @@ def same_horizon(candidate, baseline):
 
 def efficiency_at(candidate, baseline):
     """Return the row of the table of data efficiency at one T, by linear interpolation in log T between the baseline's
-    horizons; None if the candidate's loss is outside of them.
-    """
+    horizons; None outside of their losses."""
     Ts = sorted(baseline)
     for shorter, longer in zip(Ts, Ts[1:]):
         above, below = baseline[shorter].mean, baseline[longer].mean

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import os
 import shlex
 import sys
 import textwrap
@@ -10,25 +11,25 @@ from pathlib import Path
 from runtime import files
 from runtime.arguments import argument_parser
 
+RECORDS = Path(__file__).resolve().parents[1] / 'records'
+
 # The values of --x → the labels of the x-axis
 AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds of training', 'flops': 'training FLOPs'}
 
+# The last three are controls of studies in records/.
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'signum': 'Sign momentum',
-                    'clip': 'Sign momentum',  # its name in older records
-                    'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping', 'gnb_mean': 'GNB, mean of h',
-                    'gnb_rows': 'GNB, h shuffled in rows', 'gnb_permuted': 'GNB, h permuted',  # in older records
-                    'sophiag_fresh': 'Sophia-G, fresh h', 'sophiag_clipped': 'Sophia-G, fresh h, ĝ clipped',
-                    'muon': 'Muon', 'soap': 'SOAP'}
+                    'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping',
+                    'sophiag_fresh': 'Sophia-G, fresh h', 'muon': 'Muon', 'soap': 'SOAP', 'gnb_mean': 'GNB, mean of h',
+                    'gnb_rows': 'GNB, h shuffled in rows', 'gnb_permuted': 'GNB, h permuted'}
 
 SETTING_LABELS = dict(learning_rate='learning rate', weight_decay='weight decay', beta1='β1', beta2='β2', eps='ε',
                       gamma='γ', hessian_interval='k', hessian_parts='parts', max_iters='steps T',
                       warmup_iters='warm-up', total_batch_size='sequences per step', block_size='tokens per sequence',
-                      n_layer='layers')
+                      n_layer='layers', scale_attn_by_inverse_layer_idx='attention scaling')
 
 # The optimizers that have the same color in all pictures: C0, C1, …
-COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'signum', 'gnb_mean', 'ef_clip', 'sophiag_fresh',
-           'gnb_permuted']
+COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'signum', 'gnb_mean', 'ef_clip', 'sophiag_fresh']
 
 
 def label_of(key):
@@ -41,11 +42,12 @@ def optimizer_label(name):
 
 
 def figure(columns=1, width=5.0, height=3.7):
-    """Return (figure, list of axes): a matplotlib figure of `columns` panels side by side, without a display."""
-    import matplotlib
-    matplotlib.use('Agg')
-    from matplotlib import pyplot as plt
-    fig, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout='constrained')
+    """Return (figure, list of axes): a matplotlib figure of `columns` panels side by side."""
+    # Matplotlib cannot be imported with a notebook's backend, which its !commands inherit, where that is not installed.
+    os.environ['MPLBACKEND'] = 'agg'
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(width * columns, height), layout='constrained')
+    axes = fig.subplots(1, columns, squeeze=False)
     for ax in axes[0]:
         ax.grid(alpha=0.3)
         ax.spines[['top', 'right']].set_visible(False)
@@ -54,7 +56,6 @@ def figure(columns=1, width=5.0, height=3.7):
 
 def styles(names):
     """Return options of ax.plot for lines of the optimizers `names`: each one's color if no two are the same."""
-    names = ['signum' if name == 'clip' else name for name in names]  # its name in older records
     if len(set(names)) == len(names) and set(names) <= set(COLORED):
         return [dict(color=f'C{COLORED.index(name)}') for name in names]
     if len(names) <= 10:
@@ -80,11 +81,9 @@ def set_title(fig, text):
 def save(output, fig, rows, **data):
     """Write the figure as `output`, a PNG whose text chunks Command and Commit say what drew it, and its numbers beside
     it: `rows`, a list of dicts, as .csv, and `data`, if any, as .json."""
-    from matplotlib import pyplot as plt
     made_by = dict(Command=shlex.join(sys.argv), Commit=files.git_commit() or 'unknown')
     with files.atomic_write(output) as f:
         fig.savefig(f, dpi=150, format='png', metadata=made_by)
-    plt.close(fig)
     written = [output, output.with_suffix('.csv')]
     write_csv(written[1], rows)
     if data:
@@ -97,9 +96,9 @@ def argparser(doc, output, numbers='.csv', of_runs=False):
     """Return an ArgumentParser for a script that draws, with --output; `of_runs`: also with OUT_DIR and --title, for
     `parse`."""
     parser = argument_parser(doc)
-    default, where = (None, f'{output} beside the runs') if of_runs else (f'out/{output}', f'out/{output}')
-    parser.add_argument('--output', default=default, type=png_path, metavar='FILE.png',
-                        help=f'the picture; its numbers go next to it as {numbers} (default: {where})')
+    parser.add_argument('--output', default=None if of_runs else f'out/{output}', type=png_path, metavar='FILE.png',
+                        help=f'the picture; its numbers go next to it as {numbers} (default: '
+                             + (f'{output} beside the runs)' if of_runs else f'out/{output})'))
     if of_runs:
         parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
                             help='a run, a directory of runs, or a CSV file (docs/verdict.md)')
@@ -109,14 +108,16 @@ def argparser(doc, output, numbers='.csv', of_runs=False):
 
 
 def parse(parser, argv):
-    """Return the arguments of an `argparser` of runs. By default the picture goes into the run's directory, or into
-    the one that holds several runs or their file."""
+    """Return the arguments of an `argparser` of runs. By default the picture goes into the run's directory, into the
+    one that holds several runs or their file, or for runs in records/, whose pictures are committed, into out/."""
     args = parser.parse_args(argv)
     folder = Path(args.out_dirs[0])
     if len(args.out_dirs) > 1 and (folder / 'config.json').is_file():
         folder = folder.parent
     while not folder.is_dir():  # a file, or the name of a run in a runs.jsonl
         folder = folder.parent
+    if folder.resolve().is_relative_to(RECORDS):
+        folder = Path('out')
     args.output = args.output or png_path(folder / args.name)
     inputs = [(Path(path) / name).resolve() for path in args.out_dirs for name in ('', 'sweep.json')]
     for numbers in args.output.with_suffix('.csv'), args.output.with_suffix('.json'):

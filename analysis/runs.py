@@ -1,8 +1,7 @@
 """Training runs: read from their out_dirs, from a runs.jsonl in records/ or from a CSV file; grouped over seeds.
 
-The role of a setting, what it is to a comparison, is read from the run: train.py writes the roles that it declares into
-config.json. So each run is judged by the train.py that made it, also a fork's or another checkout's, and a picture
-takes neither PyTorch nor the source of train.py.
+train.py writes the roles of its settings into config.json, so each run is judged by the train.py that made it, also a
+fork's, and a picture takes neither PyTorch nor the source of train.py.
 """
 
 import contextlib
@@ -12,29 +11,19 @@ import json
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 from analysis.figures import label_of, optimizer_label
-from configurator import HARMLESS, with_younger
 from runtime.files import FAILED, differing_files
 
-# The roles in CSV files and in runs whose config.json has none; any other setting must agree in runs that are compared.
+# The roles of a CSV file's columns, as train.py declares them; any other must agree in runs that are compared.
 ROLES = {key: role for role, keys in {
     'tuned': 'optimizer_name optimizer_args learning_rate weight_decay beta1 beta2 eps gamma hessian_interval '
-             'hessian_batch_size hessian_parts hessian_sequences hessian_bias_correction warmup_iters min_lr '
-             'min_lr_ratio',
-    'horizon': 'max_iters lr_decay_iters cooldown_iters branch_cooldown', 'chance': 'seed skip_nonfinite',
-    'eval': 'eval_iters eval_sequences', 'data': 'dataset',
-    'run': 'out_dir eval_interval log_interval eval_only always_save_checkpoint keep_checkpoints auto_resume '
-           'ignore_data_change max_hours show_config wandb_log wandb_project wandb_run_name trackio_log batch_size '
-           'gradient_accumulation_steps parallel activation_checkpointing backend device compile',
-}.items() for key in keys.split()}
-
-# FLOPs of a Hessian estimate, in forward and backward passes over its sequences, for runs whose config.json lacks them
-ESTIMATE = {**dict.fromkeys(('sophiag', 'ef_clip', 'gnb_noclip', 'gnb_mean', 'gnb_permuted', 'sophiag_fresh'), 2 / 3),
-            **dict.fromkeys(('sophiah', 'ah_clip', 'adahessian'), 8 / 3)}
+             'hessian_batch_size hessian_parts warmup_iters min_lr min_lr_ratio',
+    'horizon': 'max_iters lr_decay_iters cooldown_iters', 'chance': 'seed skip_nonfinite',
+    'eval': 'eval_iters eval_sequences'}.items() for key in keys.split()}
 
 
 @dataclass
@@ -42,19 +31,18 @@ class RunRecord:
     """One training run, as its files describe it.
 
     out_dir: its directory, its name below the folder of runs.jsonl, or FILE.csv:LINE. about: the whole config.json.
-    lines: of metrics.jsonl. failed: why it diverged, or None. config: its settings, key → value; max_iters is the
-    iteration at which it was ended as finished, if it was. found_in: the path by which it was found. other_roles: that
-    the runs beside it have declared, of settings that it may lack.
+    lines: of metrics.jsonl. failed: why it diverged, or None. found_in: the path by which it was found. config: its
+    settings, key → value; max_iters is the iteration at which it was ended as finished, if it was. roles: of its
+    settings, without those that are tuned.
     """
     out_dir: Path
     about: dict
     lines: list
     failed: str | None = None
     found_in: str = ''
-    other_roles: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.config = with_younger(self.about['config'])
+        self.config, self.roles = dict(self.about['config']), self.about.get('roles', {})
         if 'ended' in self.about:
             self.config['max_iters'] = self.about['ended']['iter']
 
@@ -74,12 +62,9 @@ class RunRecord:
     def optimizer_label(self):
         return optimizer_label(self.optimizer_name)
 
-    def role(self, key):
-        """Return the role of a setting, a key of configurator.ROLES."""
-        if 'roles' in self.about and key in self.about['config']:
-            return self.about['roles'].get(key, 'tuned')
-        role = ROLES.get(key) or self.other_roles.get(key, 'protocol')
-        return 'protocol' if self.from_csv and role in HARMLESS else role
+    def having(self, *roles):
+        """Return the run's settings with one of these roles, a dict."""
+        return {key: value for key, value in self.config.items() if self.roles.get(key, 'tuned') in roles}
 
     def series(self, key, x='steps'):
         """Return the measured values of `key` as (xs, ys), two lists, without lists; x is a key of AXES."""
@@ -92,40 +77,18 @@ class RunRecord:
         return [line[column] * factor for line in found], [line[key] for line in found]
 
     def last(self, key):
-        """Return the latest measured value of `key`, or None; None, too, if the latest validation lacks it."""
-        def latest(name):
-            return next((line for line in reversed(self.lines) if name in line), {})
-
-        line = latest(key)
-        if key.startswith('val/') and line.get('iter', 0) < latest('val/loss').get('iter', 0):
-            return None
-        return line.get(key)
+        """Return the latest measured value of `key`, or None."""
+        return next((line[key] for line in reversed(self.lines) if key in line), None)
 
     @property
-    def unfinished(self):
-        """Why the run has not reached its last iteration, one clause; None if it has."""
-        if self.diverged:
-            return 'it diverged'
-        done = max(self.series('val/loss')[0], default=0)
-        if done >= self.max_iters > 0:
-            return None
-        return f'it has a validation loss at iteration {done} of {self.max_iters} only'
+    def diverged(self):
+        """Whether training stopped because something was not finite, or the last loss is not."""
+        return self.failed is not None or not math.isfinite(self.last('val/loss') or 0)
 
     @property
     def ended(self):
         """Whether the run is finished, or has diverged."""
-        return self.diverged or not self.unfinished
-
-    @property
-    def off_schedule(self):
-        """Why its end is not the end of its decay, one clause; None if it is, or nothing decays."""
-        if self.decay_lr is False:  # None: a CSV file does not say
-            return None
-        if self.warmup_iters >= self.max_iters:
-            return f'it ends within its warm-up of {self.warmup_iters} iterations'
-        if self.schedule == 'constant' or self.lr_decay_iters in (self.max_iters, None):
-            return None
-        return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {self.max_iters}'
+        return self.diverged or max(self.series('val/loss')[0], default=0) >= self.max_iters > 0
 
     @property
     def changed(self):
@@ -140,9 +103,25 @@ class RunRecord:
                 for change in self.about.get('changes', []) if change['key'] == 'code']
 
     @property
-    def diverged(self):
-        """Whether training stopped because something was not finite, or the last loss is not."""
-        return self.failed is not None or not math.isfinite(self.last('val/loss') or 0)
+    def rejected(self):
+        """Why the run cannot be compared with others, one clause, or None."""
+        if self.changed or self.diverged:
+            return self.changed or 'it diverged'
+        if not self.ended:
+            done = max(self.series('val/loss')[0], default=0)
+            return f'it has a validation loss at iteration {done} of {self.max_iters} only'
+        if self.decay_lr is False:  # None: a CSV file does not say
+            return None
+        if self.warmup_iters >= self.max_iters:
+            return f'it ends within its warm-up of {self.warmup_iters} iterations'
+        if self.schedule == 'constant' or self.lr_decay_iters in (self.max_iters, None):
+            return None
+        return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {self.max_iters}'
+
+    @property
+    def is_trial(self):
+        """Whether the run is a trial of its settings: it can be compared, or it diverged with these from the start."""
+        return not self.rejected or self.diverged and not self.changed
 
     def final(self, key):
         """Return the last value of `key`; math.inf if the run diverged, however low its losses had been before."""
@@ -153,19 +132,9 @@ class RunRecord:
         """The last validation loss; math.inf if the run diverged."""
         return self.final('val/loss')
 
-    @property
-    def rejected(self):
-        """Why the run cannot be compared with others, one clause, or None."""
-        return self.changed or self.unfinished or self.off_schedule
-
-    @property
-    def is_trial(self):
-        """Whether the run is a trial of its settings: it can be compared, or it diverged with these from the start."""
-        return not self.rejected or self.diverged and not self.changed
-
     def flops_per_token(self):
-        """Return the mean FLOPs of a training token, Hessian estimates included."""
-        return sum(training_and_hessian_flops(self.config, self.about)) / (self.total_batch_size * self.block_size)
+        """Return the mean FLOPs of a training token, Hessian estimates included; an optimizer's arithmetic is not."""
+        return self.about['flops_per_token'] + self.about['hessian_flops_per_token']
 
     def flops_per_iteration(self):
         """Return the mean FLOPs of an iteration; None if a CSV file lacks them."""
@@ -173,24 +142,6 @@ class RunRecord:
         if self.from_csv:
             return last['flops'] / last['iter'] if last.get('flops') and last['iter'] else None
         return last['tokens'] / last['iter'] * self.flops_per_token()
-
-
-def training_and_hessian_flops(config, about):
-    """Return (FLOPs of an iteration's forward and backward, FLOPs per iteration spent on Hessian estimates).
-
-    An optimizer's arithmetic does not count. about: the rest of config.json.
-    """
-    per_token, hessian = about.get('flops_per_token'), about.get('hessian_flops_per_token')
-    if per_token is None:  # of a record: GPT-2 without biases, whose norms and positions multiply nothing
-        L, d, T = config['n_layer'], config['n_embd'], config['block_size']
-        per_token = 6 * (about['parameters'] - (2 * L + 1) * d - T * d) + 12 * L * d * T
-    if hessian is None:
-        interval, iterations = config['hessian_interval'], config['max_iters']
-        estimates = math.ceil(iterations / interval) / iterations if interval else 0
-        share = config['hessian_batch_size'] / config['total_batch_size']
-        hessian = ESTIMATE.get(config['optimizer_name'], 0) * share * estimates * per_token
-    tokens = config['total_batch_size'] * config['block_size']
-    return per_token * tokens, hessian * tokens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,9 +158,8 @@ def read_run(out_dir):
 
 
 def with_same_settings(runs):
-    """Give `runs` the same settings, and return them. One that a run lacks has the default of a run that has it, of the
-    same optimizer where it is the optimizer's, or else is None: it is younger than the run, or a fork's. Its role is
-    that run's, too."""
+    """Give `runs` the same settings, and return them. One that a run lacks, because an edit has added it since, has the
+    default and the role that it has in another run, of the same optimizer where it is the optimizer's, or is None."""
     default, roles = dict.fromkeys(key for run in runs for key in run.config), {}
     own = {run.optimizer_name: {} for run in runs}
     for run in runs:
@@ -217,19 +167,16 @@ def with_same_settings(runs):
         default |= {key: value for key, value in run.config.items() if sources.get(key) == 'default'}
         own[name] |= {key: value for key, value in run.config.items()
                       if sources.get(key) in (f'optimizer {name}', f'not a setting of {name}')}
-        roles |= {key: run.role(key) for key in run.about['config'] if 'roles' in run.about}
+        roles |= run.roles
     for run in runs:
-        run.config, run.other_roles = {**default, **own[run.optimizer_name], **run.config}, roles
+        run.config, run.roles = {**default, **own[run.optimizer_name], **run.config}, {**roles, **run.roles}
     return runs
 
 
 def read_metrics(path):
     """Return the lines of a metrics.jsonl, a list of dicts. The last line of an active run may be cut off."""
     *whole, last = path.read_bytes().splitlines() or [b'']
-    try:
-        lines = [json.loads(text) for text in whole]
-    except ValueError as error:
-        raise SystemExit(f'{path}: damaged; a line is not JSON ({error})') from None
+    lines = [json.loads(text) for text in whole]
     with contextlib.suppress(ValueError):
         lines.append(json.loads(last))
     return lines
@@ -261,7 +208,7 @@ REQUIRED = 'optimizer', 'seed', 'steps', 'loss'
 NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # or empty
 # Placeholders for settings without a column
 NOT_SAID = dict(learning_rate=None, decay_lr=None, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
-                lr_decay_iters=None, eval_iters=0, batch_size=0)
+                lr_decay_iters=None)
 # An empty cell and NaN stand for a setting that an optimizer lacks; NaN does not equal itself, and would part seeds.
 WORDS = {'true': True, 'false': False, '': None, 'nan': None}
 
@@ -270,10 +217,10 @@ def read_csv(path):
     """Return the runs in a CSV file, as docs/verdict.md describes it. SystemExit where the file is not like that."""
     columns, rows = csv_rows(path)
     settings, found = [column for column in columns if column not in MEASURED], {}
-    for number, row in rows:
-        where = f'{path}:{number}'
+    for where, row in rows:
         if None in row or None in row.values():
             raise SystemExit(f'{where}: not as many columns as in the header')
+        row = {column: cell.strip() for column, cell in row.items()}
         for column in (*MEASURED, *NUMBERS):
             if isinstance(as_number(row.get(column) or 'nan'), str) or not row['steps']:
                 raise SystemExit(f'{where}: {column} must be a number')
@@ -281,7 +228,8 @@ def read_csv(path):
                 if row.get(column) or column == 'loss'}
         if line['iter'] > as_number(row.get('horizon') or 'inf'):
             raise SystemExit(f'{where}: step {row["steps"]} is beyond the horizon, {row["horizon"]}')
-        first, of_run = found.setdefault(tuple(row[column] for column in settings), (where, {}))
+        values = tuple(WORDS.get(row[column].lower(), as_number(row[column])) for column in settings)
+        first, of_run = found.setdefault(values, (where, {}))
         if line['iter'] in of_run:
             raise SystemExit(f'{where}: the second row of a run for step {row["steps"]}; add a column for the setting '
                              'that tells the two runs apart')
@@ -291,24 +239,27 @@ def read_csv(path):
         unsaid += f'; it has no column {", ".join(missing)}'
     runs = []
     for values, (first, lines) in found.items():
-        cells, lines = dict(zip(settings, values)), [lines[step] for step in sorted(lines)]
-        config = {column: WORDS.get(cell.lower(), as_number(cell)) for column, cell in cells.items()}
-        config = NOT_SAID | {column: value for column, value in config.items() if value is not None}
-        config['optimizer_name'], config['max_iters'] = cells['optimizer'], config.pop('horizon', lines[-1]['iter'])
-        del config['optimizer']
-        runs.append(RunRecord(Path(first), dict(config=config, unsaid=unsaid), lines))
+        config = NOT_SAID | {column: value for column, value in zip(settings, values) if value is not None}
+        config |= dict(optimizer_name=str(config.pop('optimizer', '')), max_iters=config.pop('horizon', None))
+        about = dict(config=config, roles={key: ROLES.get(key, 'protocol') for key in config}, unsaid=unsaid)
+        runs.append(RunRecord(Path(first), about, [lines[step] for step in sorted(lines)]))
+    for run in sorted(runs, key=lambda run: run.diverged):
+        if run.max_iters is None:  # its last step; if it diverged, the shortest horizon that it had not passed
+            last = run.lines[-1]['iter']
+            horizons = [other.max_iters for other in runs if run.diverged and (other.max_iters or 0) >= last]
+            run.config['max_iters'] = min(horizons, default=last)
     return runs
 
 
 def csv_rows(path):
-    """Return (columns, [(line, row as a dict)]) of a CSV file, whose cells commas, semicolons or tabs part."""
+    """Return (columns, [(FILE:LINE, row as a dict)]) of a CSV file, whose cells commas, semicolons or tabs part."""
     with path.open(encoding='utf-8-sig', newline='') as f:
         header = f.readline()
         delimiter = max(',;\t', key=header.count)
         columns = [name.strip().lower() for name in next(csv.reader([header], delimiter=delimiter), [])]
         columns = [RENAMED.get(name, name) for name in columns]
         rows = csv.DictReader(f, columns, delimiter=delimiter, skipinitialspace=True)
-        rows = [(rows.reader.line_num + 1, row) for row in rows]  # rows.line_num does not count blank lines
+        rows = [(f'{path}:{rows.reader.line_num + 1}', row) for row in rows]  # rows.line_num does not count blank lines
     if wrong := [column for column in (*REQUIRED, *columns) if columns.count(column) != 1]:
         raise SystemExit(f'{path}: {columns.count(wrong[0])} columns {wrong[0]}; its first line must name each column '
                          'once, and optimizer, seed, steps and loss')
@@ -334,8 +285,7 @@ def find_runs(paths):
     found = {}
     for path in map(Path, paths):
         pattern = f'{glob.escape(str(path))}/**/*.jsonl'
-        names = glob.glob(pattern, recursive=True)  # noqa: PTH207 - pathlib's follows no links
-        below = [Path(name) for name in names]
+        below = [Path(name) for name in glob.glob(pattern, recursive=True)]  # noqa: PTH207 - pathlib's follows no links
         runs = [read_run(file.parent) for file in below if file.name == 'metrics.jsonl']
         runs += [run for file in below if file.name == 'runs.jsonl' for run in read_packed(file)]
         runs += read_csv(path) if path.suffix == '.csv' and path.is_file() else []
@@ -357,8 +307,7 @@ def find_runs(paths):
 
 def hyperparameters(run):
     """Return a hashable key of all that a run's final loss depends on, except the seed."""
-    return tuple(sorted([*measured_on(run).items(), *(
-        (key, value) for key, value in run.config.items() if run.role(key) not in ('eval', 'chance', *HARMLESS))]))
+    return tuple(sorted((measured_on(run) | run.having('tuned', 'model', 'protocol', 'horizon')).items()))
 
 
 def is_seed(key, role):
@@ -368,7 +317,7 @@ def is_seed(key, role):
 
 def seed_of(run):
     """Return all settings that are a part of the seed as a hashable key."""
-    return tuple(sorted((key, value) for key, value in run.config.items() if is_seed(key, run.role(key))))
+    return tuple(sorted((key, value) for key, value in run.having('chance').items() if is_seed(key, 'chance')))
 
 
 def by_seed(runs, repeats=False):
@@ -386,7 +335,7 @@ def by_seed(runs, repeats=False):
 
 def measured_on(run):
     """Return the data that a run's loss is measured on, {name: value}; losses on other data cannot be compared."""
-    others = {key: value for key, value in run.config.items() if run.role(key) == 'eval'}
+    others = run.having('eval')
     others.pop('eval_iters', None)  # a way to set eval_sequences
     return {'the data (fingerprint)': json.dumps(run.about.get('data')),
             'the number of validation sequences': others.pop('eval_sequences', 0) or 'all', **others}
@@ -422,8 +371,8 @@ def labels_of(groups):
     labels = []
     for group in groups:
         run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
-        keys = [key for key in run.config if key in dict(hyperparameters(run)).keys() - derived
-                and len({other.config.get(key) for other in same}) > 1]
+        keys = [key for key in run.having('tuned', 'model', 'protocol', 'horizon')
+                if key not in derived and len({other.config.get(key) for other in same}) > 1]
         labels.append(', '.join([run.optimizer_label, *(f'{label_of(key)} {run.config[key]}' for key in keys)]))
     if len(groups) == 1 or len(set(labels)) < len(labels):
         return [group[0].out_dir.resolve().name for group in groups]

@@ -29,18 +29,16 @@ def check_parameters(optimizer, model):
 
 def check_first_update(run):
     """Stop the run, after its first update, unless a checkpoint would bring back the optimizer's state and the model's
-    buffers. `run.fresh` holds an optimizer without a state and the names of the weights and buffers before the first
-    step; None afterwards."""
-    if run.fresh is None:
+    buffers."""
+    if run.rest.fresh is None:
         return
-    optimizer, names = run.fresh
     with run.world.exit_together():
-        if differing := sorted(names ^ set(run.raw_model.state_dict())):
+        if differing := sorted(run.rest.names ^ {*run.raw_model.state_dict()}):
             raise SystemExit(f"{differing[0]}: the model's state_dict has it only before or only after the first step, "
                              'so that the run could not be resumed; register it in the constructor, or with '
                              'persistent=False')
-    check_round_trip(run.world, run.raw_model, run.optimizer, optimizer)
-    run.fresh = None  # frees its state
+    check_round_trip(run.world, run.raw_model, run.optimizer, run.rest.fresh)
+    run.rest.fresh = None  # frees its state
 
 
 def check_round_trip(world, model, optimizer, fresh):
@@ -65,10 +63,8 @@ def check_round_trip(world, model, optimizer, fresh):
 
 
 def advise(run, metrics):
-    """Print once in which direction γ should change, after the warm-up and the first estimates of h.
-
-    metrics: the dict of a logged step.
-    """
+    """Print once, after the warm-up and the first estimates, in which direction γ should change, given the `metrics` of
+    a step."""
     c, unclipped = run.config, metrics.get('update_unclipped', 0.5)
     started = c.hessian_interval / (1 - c.beta2)
     if not 0.01 <= unclipped <= 0.9 and run.state.iter >= max(c.warmup_iters, started) and not run.log.advised:
@@ -79,11 +75,8 @@ def advise(run, metrics):
 
 
 def warn_of_runaway(run, metrics):
-    """Print a warning when Sophia's h runs away (records/sharpening): when ‖h‖, corrected for its start at 0, is
-    RUNAWAY times its lowest value since a tenth of the run, which `state.lowest_hessian_norm` keeps.
-
-    metrics: the dict of a logged step.
-    """
+    """Warn when Sophia's h runs away (records/sharpening): when ‖h‖ of the `metrics`, corrected for its start at 0, is
+    RUNAWAY times its lowest value since a tenth of the run, which `state.lowest_hessian_norm` keeps."""
     c, state = run.config, run.state
     measured = {'update_unclipped', 'hessian_norm'} <= metrics.keys()
     if not measured or not c.hessian_interval or state.iter < c.max_iters / 10:

@@ -3,8 +3,9 @@
 import math
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lifecycle import guards
 from optimizers import hessian_flops_per_token
@@ -17,6 +18,15 @@ from runtime.signals import NOT_FINITE, STOPPED
 # The start
 
 
+@dataclass
+class Rest:
+    """The fields of a run that only lifecycle/ uses."""
+    about: dict  # for checkpoints: model_args, data, tokenizer, code, …
+    fresh: Any  # an optimizer without a state; None after the check of the first update
+    names: set  # the keys of the model's state_dict before the first step
+    saved: bool = True  # whether the latest checkpoint that was due has been saved
+
+
 def open_log(run, origin, train_data):
     """Return the `RunLog` of a run, and describe the run in config.json and on the terminal."""
     c, world, state = run.config, run.world, run.state
@@ -27,7 +37,7 @@ def open_log(run, origin, train_data):
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, roles=c.roles, world_size=world.size, parameters=parameters,
                             flops_per_token=flops, hessian_flops_per_token=hessian_flops_per_token(c.values, flops),
-                            data=run.about['data'], changes=origin.changes, device=device_name(world.device),
+                            data=run.rest.about['data'], changes=origin.changes, device=device_name(world.device),
                             code=origin.code)
     log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if origin.path:
@@ -48,8 +58,7 @@ def notes(c):
     if c.compile:
         yield 'note: the first iterations compile the model, which takes a minute or more'
     if c.decay_lr and c.warmup_iters >= c.max_iters:
-        yield (f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
-               '--warmup_iters')
+        yield f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see --warmup_iters'
 
 
 def build_buckets(run, sequences):
@@ -126,7 +135,7 @@ def log_metrics(run, metrics):
 
 
 def save(run, best=False):
-    """Save a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
+    """Save a checkpoint; run.rest.saved says whether that succeeded. Collective: every rank must call it."""
     c, state = run.config, run.state
     if not optim.global_norm(run.params).isfinite():
         abort(run, 'the parameters are not finite')
@@ -135,9 +144,9 @@ def save(run, best=False):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
             iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values, train_state=asdict(state),
             scaler=run.scaler.state_dict(), ended=run.stops.reason if run.stops.finished else '',
-            **run.about), best, c.keep_checkpoints)
-    run.saved = path is not None
-    if run.saved:
+            **run.rest.about), best, c.keep_checkpoints)
+    run.rest.saved = path is not None
+    if path:
         run.log.print(f'saved {path}')
 
 
@@ -150,10 +159,10 @@ def close_run(run):
         log.print(f'stopped at iteration {state.iter} by {stops.reason or "another rank"}')
     if stops.finished:
         log.note_end(state.iter, stops.reason)
-    if run.saved and not c.eval_only:
+    if run.rest.saved and not c.eval_only:
         log.print_what_next(state.iter, state.best_val_loss, to_resume)
     log.close()
-    if not run.saved:
+    if not run.rest.saved:
         newest = next(iter(checkpoint.checkpoints(c.out_dir)), 'none')
         raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the newest one there: {newest}')
     if to_resume and 'TORCHELASTIC_RUN_ID' not in os.environ:  # torchrun takes every exit code but 0 for a failure

@@ -42,8 +42,7 @@ def main(argv=None):
     compare.add_tuned(parser)
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=PANELS, help='default: all')
     args = figures.parse(parser, argv)
-    runs = find_runs(args.out_dirs)
-    sides = group_by_side(runs, args)
+    sides = group_by_side(find_runs(args.out_dirs), args)
     baseline, *candidates = sides
     labels = {side: label_of_side(side, args.by) for side in sides}
     compared = [run for mine in sides.values() for run in mine]
@@ -53,7 +52,7 @@ def main(argv=None):
     rejected = {str(run.out_dir): run.rejected or 'another run has the same settings and seed'
                 for run in compared if run not in counted}
     for name, reason in rejected.items():
-        print(f'rejected {name}: {reason}')
+        print(f'{"lost" if reason == "it diverged" else "rejected"} {name}: {reason}')  # the former counts as a trial
     tuned = {side: compare.tuned_at_each_T(labels[side], mine) for side, mine in sides.items()}
     verdicts = [judge(side, labels, tuned[side], tuned[baseline], baseline, args.k) for side in candidates]
     if not any(verdict['criterion'] or verdict['same_T'] for verdict in verdicts):
@@ -65,12 +64,11 @@ def main(argv=None):
     results = [one.row(column) for mine in tuned.values() for one in mine.values()]
     print_table(results, [key for key in results[0] if key != 'run'])
     for verdict in verdicts:
-        print()
         for key in ('same_T', 'criterion', 'efficiency'):
             if verdict[key]:
-                print_table(verdict[key], SAME_T if key == 'same_T' else None)
                 print()
-        print('\n'.join(verdict['text']))
+                print_table(verdict[key], SAME_T if key == 'same_T' else None)
+        print('\n'.join(['', *verdict['text']]))
     notes = notes_on(counted) + [note for mine in tuned.values() for one in mine.values()
                                  for note in compare.weaknesses(one)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
@@ -82,16 +80,19 @@ def main(argv=None):
 
 def group_by_side(runs, args):
     """Return {side: runs} for --baseline, which comes first, and --candidate. SystemExit when one has no runs."""
-    if args.by != 'out_dir' and any(args.by not in run.config for run in runs):
-        raise SystemExit(f'--by {args.by}: not a setting of all of these runs')
-    ordered = runs if args.by == 'out_dir' else sorted(runs, key=lambda run: (
-        isinstance(value := run.config[args.by], str), 0 if value is None else value))
-    sides = {}
-    for run in ordered:
-        sides.setdefault(compare.side_of(run, args.by), []).append(run)
+    if args.by != 'out_dir':
+        if any(args.by not in run.config for run in runs):
+            raise SystemExit(f'--by {args.by}: not a setting of all of these runs')
+        runs = sorted(runs, key=lambda run: (
+            isinstance(value := run.config[args.by], str), 0 if value is None else value))
+    found = {}  # by value, because 0 and 0.0 are one side
+    for run in runs:
+        found.setdefault(compare.side_of(run, args.by), []).append(run)
+    sides = {str(side): mine for side, mine in found.items()}
 
-    def named(text):  # a CSV file may have AdamW, and 0.001 may be given as 1e-3
-        return next((side for side in sides if side.lower() == text.lower() or as_number(side) == as_number(text)),
+    def named(text):  # a CSV file may have AdamW, 0.001 may be given as 1e-3, and a directory with a slash at its end
+        wanted = str(Path(text)) if args.by == 'out_dir' else text
+        return next((side for side in sides if side.lower() == wanted.lower() or as_number(side) == as_number(wanted)),
                     text)
     baseline = named(args.baseline or ('adamw' if args.by == 'optimizer_name' else next(iter(sides))))
     candidates = [named(text) for text in args.candidate or sides if named(text) != baseline]

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import train
+from optimizers import hessian_flops_per_token
 
 # A run's arguments, and the number of parameters of the GPT that they describe (256 ids): embeddings of tokens and
 # positions, 12 d² and two norms per layer, the last norm.
@@ -12,8 +13,9 @@ SHAPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--blo
          '--batch_size=2', '--warmup_iters=2', '--device=cpu', '--dataset=somewhere']
 PARAMETERS = 256 * 32 + 16 * 32 + 2 * (12 * 32 ** 2 + 2 * 32) + 32
 
-# FLOPs of an iteration without a Hessian: 64 tokens × (6 × (12·L·d² + d·V) + 12·L·d·T).
-GRADIENT_FLOPS = 64 * (6 * (12 * 2 * 32 ** 2 + 32 * 256) + 12 * 2 * 32 * 16)
+# FLOPs of a token, 6 × (12·L·d² + d·V) + 12·L·d·T, and of an iteration's 64 tokens, without a Hessian
+FLOPS_PER_TOKEN = 6 * (12 * 2 * 32 ** 2 + 32 * 256) + 12 * 2 * 32 * 16
+GRADIENT_FLOPS = 64 * FLOPS_PER_TOKEN
 
 
 def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes=None, machine=None, code=None,
@@ -40,7 +42,9 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     more = dict(data=data, changes=changes, machine=machine, code=code)
-    about = dict(config=config, roles=c.roles, provenance=c.sources, parameters=PARAMETERS)
+    about = dict(config=config, roles=c.roles, provenance=c.sources, parameters=PARAMETERS,
+                 flops_per_token=FLOPS_PER_TOKEN,
+                 hessian_flops_per_token=hessian_flops_per_token(config, FLOPS_PER_TOKEN))
     about.update({key: value for key, value in more.items() if value})
     (out_dir / 'config.json').write_text(json.dumps(about))
     return out_dir

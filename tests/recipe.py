@@ -387,7 +387,7 @@ def early_stopping():
     found = run('--learning_rate=0', '--eval_interval=1', name='adamw')
     ended = read_run(found['out'])
     assert len(found['val/loss']) == 5 and ended.about['ended'] == dict(iter=4, reason='early stopping')
-    assert not ended.unfinished and 'it was run for 4' in ended.off_schedule
+    assert ended.ended and 'it was run for 4' in ended.rejected
     with pytest.raises(SystemExit) as stopped:
         run('--auto_resume=True', name='adamw', out=found['out'])
     assert stopped.value.code is None and read_run(found['out']).about['ended'] == ended.about['ended']

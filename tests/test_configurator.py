@@ -9,6 +9,7 @@ from conftest import ROOT, rejection
 
 import configurator
 import train
+from analysis import runs
 from analysis.figures import png_path
 from configurator import configure, setting
 from lifecycle.run import notes
@@ -177,6 +178,7 @@ def test_roles_of_settings():
     harmless = {key for key, role in roles.items() if role in configurator.HARMLESS}
     assert {'out_dir', 'compile', 'dataset'} < harmless
     assert not {'learning_rate', 'max_iters', 'seed', 'eval_iters'} & harmless
+    assert {key: roles.get(key, 'tuned') for key in runs.ROLES} == runs.ROLES  # of a CSV file's columns
 
 
 def test_a_setting_with_a_capital_letter_is_a_setting(monkeypatch):

@@ -21,6 +21,7 @@ from records.fresh_h import results as fresh_h
 from records.rare_tokens import results as rare_tokens
 from records.sharpening import results as sharpening
 from records.small_batch import results as small_batch
+from records.studies import interval
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
@@ -137,19 +138,19 @@ def test_the_readme_is_short_and_its_recipe_trains():
 
 
 def test_the_front_s_numbers_and_picture_are_of_the_records():
-    found = front.panels()
-    for text in [front.interval(test) for arms in found.values() for test in front.tests(arms).values()]:
-        assert text in read('README.md').partition('## Use')[0].partition('\n| ')[2] and text in read('docs/results.md')
-        assert text in re.search('alt="(.*)"', read('README.md'))[1]
-    rows = [{key: '' if value is None else str(value) for key, value in row.items()} for row in front.draw(found)[1]]
-    assert list(csv.DictReader((ROOT / 'records/front.csv').open(encoding='utf-8'))) == rows
+    for model, test in front.differences().items():
+        assert re.search(rf'^\| {model}.* \| {re.escape(interval(test))} \|', read('README.md'), flags=re.M)
+        assert f'| {interval(test)} |' in read('docs/results.md')
+    written = list(csv.DictReader((ROOT / 'records/front.csv').open(encoding='utf-8')))
+    assert [{key: text for key, text in row.items() if text} for row in written] == [
+        {key: str(value) for key, value in row.items()} for row in front.draw()[1]]
 
 
 def test_the_results_of_the_planned_tests_are_of_the_records():
     """As differences without a sign, because the page turns some around."""
-    planned = [*dissection.tests(dissection.find_runs([dissection.RECORDS])),
-               *fresh_h.planned_tests(fresh_h.read_results()), *small_batch.planned_tests(small_batch.read_results()),
-               *rare_tokens.planned_tests(rare_tokens.read_arms())]
+    planned = [*dissection.tests(dissection.read()), *fresh_h.planned_tests(fresh_h.read()),
+               *small_batch.planned_tests(small_batch.read()),
+               *rare_tokens.planned_tests(rare_tokens.read(), rare_tokens.TESTS)]
     cells = read('docs/results.md').replace('−', '').replace('+', '')
     weak = [row for row in planned if row['comparison'].startswith('A: ') and row['n'] == '3, 3'][1:]
     for row in planned:
@@ -158,19 +159,19 @@ def test_the_results_of_the_planned_tests_are_of_the_records():
 
 
 def test_the_runaway_s_table_and_the_orders_are_of_the_records():
-    page, found = read('docs/results.md').replace('−', '-'), sharpening.read_runs()
+    page, found = read('docs/results.md').replace('−', '-'), sharpening.read()
     for name, arm, ratio in (('fresh h', 'p=1', 72), ('shuffled within rows', 'rows', 72),
                              ('ĝ clipped at norm 1', 'clipped', 72),
                              ('γ in proportion to the learning rate', 'proportional', 72),
                              ('g not clipped¹', 'no_grad_clip', 72), ('β2 = 0.99¹', 'beta2=0.99', 72),
                              ('√(h · its mean)¹', 'p=0.5', 72), ('γ / learning rate = 28²', 'p=1', 28)):
-        runs = found[arm, ratio, 0.0028]
+        runs = found[arm, ratio]
         norms = ', '.join(f'{norm:,.0f}' for norm in sharpening.largest(runs))
         assert f'| {name} | {norms} |' in page
         if ratio == 72 and len(runs) > 1:
-            test = difference(*([run.final_loss for run in arm] for arm in (runs, found['p=1', 28, 0.0028])))
+            test = difference(*([run.final_loss for run in arm] for arm in (runs, found['p=1', 28])))
             assert f'| {name} | {norms} | {test["difference"]:+.3f} ± {test["plus_or_minus"]:.3f} |' in page
-    losses = board.read_losses()
+    losses = board.lowest(board.read())
     values = [f'{board.correlation(losses[part])[0]:.2f}' for part in ('ids_4', 'ids_4_short', 'ids_4_beta2')]
     planned, short, long = values
     assert f'by {planned} (Spearman' in page and f'it is {short} or {long} (added)' in page

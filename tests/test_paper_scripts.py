@@ -1,6 +1,7 @@
 """The scripts that make the paper's figures and tables, the speed-up evaluator and the tools that train many runs."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from conftest import rejection
 from fake_runs import make, rows_of
 
 from records.paper import clipped_newton, toy_landscape
-from scripts.paper import final_losses, max_lr
+from scripts.paper import final_losses
 
 
 def test_toy_trajectories_are_those_of_the_papers_figure():
@@ -56,23 +57,36 @@ def test_final_losses_draws_the_best_rate_of_finished_runs(tmp_path, capsys):
     assert 'left out' in capsys.readouterr().err
 
 
-def test_max_lr_finds_the_largest_stable_rate(tmp_path):
-    # With scaling 4e-3 ends high, and 8e-3 low again; without, 2e-3 ends on a plateau.
+def test_final_losses_finds_the_largest_stable_rate(tmp_path, capsys):
+    """Of each line; with scaling 4e-3 ends high, and 8e-3 low again; without, 2e-3 ends on a plateau."""
     for scaled, losses in [(True, {1e-3: 3.5, 2e-3: 3.3, 4e-3: 6.5, 8e-3: 3.2}), (False, {1e-3: 3.5, 2e-3: 4.9})]:
         for lr, loss in losses.items():
             make(tmp_path, 'adamw', 100, loss, lr, argv=[f'--scale_attn_by_inverse_layer_idx={scaled}'])
-    max_lr.main([str(tmp_path), '--output', str(tmp_path / 'max_lr.png')])
-    assert [(row['attention_scaling'], float(row['largest_stable']), row['all_stable'])
-            for row in rows_of(tmp_path / 'max_lr.csv')] == [('False', 1e-3, 'False'), ('True', 2e-3, 'False')]
+
+    def stable():
+        final_losses.main([str(tmp_path), '--x', 'learning_rate', '--by', 'optimizer_name',
+                           'scale_attn_by_inverse_layer_idx', '--output', str(tmp_path / 'f.png')])
+        head, *lines = capsys.readouterr().out.split('\n\n')[1].splitlines()[:-1]
+        assert head.split('  ')[-2:] == ['largest stable rate', 'not stable at']
+        return {line.split()[3]: line.split()[-2:] for line in lines}
+
+    assert stable() == {'False': ['0.001', '0.002'], 'True': ['0.002', '0.004']}
+    assert [(row['line'], float(row['learning_rate'])) for row in rows_of(tmp_path / 'f.csv')] == [
+        *(('AdamW, attention scaling False', lr) for lr in (1e-3, 2e-3)),
+        *(('AdamW, attention scaling True', lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3))]
     # Without scaling another seed diverges at 1e-3, so that not even the lowest rate is stable.
     (make(tmp_path, 'adamw', 100, 3.5, 1e-3, seed=2, end=50, argv=['--scale_attn_by_inverse_layer_idx=False'])
      / 'failed.txt').write_text('iteration 50')
-    max_lr.main([str(tmp_path), '--output', str(tmp_path / 'max_lr.png')])
-    assert [row['largest_stable'] for row in rows_of(tmp_path / 'max_lr.csv')] == ['', '0.002']
-    make(tmp_path, 'adamw', 200, 3.0, 5e-4)
-    assert 'lr_decay_iters is 200 in one and 100 in the other' in rejection(max_lr.main, [str(tmp_path)])
-    make(tmp_path, 'adamw', 100, 3.0, 5e-4, end=50)
-    assert 'let the sweep finish' in rejection(max_lr.main, [str(tmp_path)])
+    assert stable() == {'False': ['–', '0.001'], 'True': ['0.002', '0.004']}
+    make(tmp_path, 'lion', 100, 3.0, 5e-4, argv=['--scale_attn_by_inverse_layer_idx=False'])
+    make(tmp_path, 'lion', 100, 3.4, 1e-3, argv=['--scale_attn_by_inverse_layer_idx=False'])
+    lines = stable()
+    assert lines['False'] == ['0.001', '–']  # Lion's, which come last
+
+
+def test_a_noisy_mini_batch_makes_no_rate_unstable():
+    run = SimpleNamespace(series=lambda key: ([], [5.0, 4.0] + [3.0] * 18 + [2.0, 4.0]))
+    assert final_losses.tenths(run) == [3.0] * 10 + [4.5]
 
 
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):

@@ -66,11 +66,11 @@ sophia.Sophia.step = scaled
 '''
 HOOK = '''
 import hessian
-finish = hessian.HessianHook.finish
+renew = hessian.HessianHook.update
 def adapted(self):
-    self.interval += self.due
-    return finish(self)
-hessian.HessianHook.finish = adapted
+    self.interval += 1
+    return renew(self)
+hessian.HessianHook.update = adapted
 '''
 AVERAGE = '''
 import dataclasses, train
@@ -179,7 +179,7 @@ import sophia
 sophia.Sophia.rule = lambda self, params, grads, *rest: sophia.sophia_update(
     params, [g * (g.abs() > g.abs().mean()) for g in grads], *rest)
 '''
-TRUST_RATIO = edited('sophia', 'sophia_update', 'clip_(update, rho)', '''clip_(update, rho)
+TRUST_RATIO = edited('sophia', 'sophia_update', 'clamp_max_(update, rho)', '''clamp_max_(update, rho)
     for p, u in zip(params, update):
         u.mul_(p.norm() / (u.norm() + 1e-12))''') + '''
 sophia.Sophia.rule = staticmethod(sophia.sophia_update)
@@ -378,9 +378,10 @@ def test_ranks_that_wait_for_each_other_are_ended(monkeypatch):
 
 
 def test_each_kind_of_dropout_is_turned_off_and_a_text_is_left_alone():
-    settings = dict(dropout=0.1, drop_path=True, drop_blocks=2, droppable=setting(3, at_least=1), drop_kind='rows',
-                    drop_nothing=False)
-    assert rehearse.without_dropout(Config(settings)) == ['--dropout=0.0', '--drop_path=False', '--drop_blocks=0']
+    config = Config(dict(dropout=0.1, drop_path=True, drop_blocks=2, droppable=setting(3, at_least=1), drop_kind='rows',
+                         drop_nothing=False, drop_where=''))
+    config.set('drop_where', 'attention', 'flag')
+    assert rehearse.without_dropout(config) == ['--dropout=0.0', '--drop_path=False', '--drop_blocks=0']
 
 
 def test_the_first_number_and_the_first_tensor_that_differ_are_named():

@@ -47,7 +47,7 @@ def test_the_best_settings_count_and_seeds_are_averaged(tmp_path):
 
 @pytest.mark.parametrize('older', [False, True])
 def test_settings_of_chance_are_together_the_seed(tmp_path, older):
-    """A run that is older than one of them has its default. skip_nonfinite alone makes no other sample."""
+    """A run from before an edit added one of them has its default. skip_nonfinite alone makes no other sample."""
     for seed, data_seed, skip in (1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0), (2, 0, 3):
         for name, loss in ('adamw', 3.1), ('sophiag', 3.0):
             run = make(tmp_path, name, 100, loss + data_seed / 100, seed=seed, argv=[f'--skip_nonfinite={skip}'])
@@ -148,7 +148,7 @@ def test_a_run_that_diverged_after_a_change_is_no_trial(tmp_path):
     result = judge(tmp_path)
     assert result['same_T'][0]['candidate'] == pytest.approx(3.0) and result['same_T'][0]['trials'] == 2
     assert [*result['rejected'].values()] == ['learning_rate was changed from 0.004 to 0.002 at iteration 20']
-    assert len(compare.finished_runs([tmp_path])) == 3
+    assert len(compare.finished_runs(runs.find_runs([tmp_path]))) == 3
 
 
 def test_settings_that_diverged_with_one_seed_are_not_the_best(tmp_path):
@@ -266,14 +266,6 @@ def test_an_older_run_has_its_optimizers_default_of_a_younger_setting(tmp_path):
     assert [run.gamma for run in found] == [0.05, 0.05, 0.0, 0.0]
 
 
-def test_a_measurement_of_an_earlier_validation_is_not_the_last(tmp_path):
-    run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0))
-    run.lines[1]['val/training_loss'] = 4.0
-    assert run.final('val/training_loss') is None and run.final_loss == 3.0
-    run.lines.append({'iter': 100, 'val/training_loss': 3.5})
-    assert run.final('val/training_loss') == 3.5
-
-
 def test_iterations_with_fewer_tokens_cost_fewer_flops(tmp_path):
     run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0))
     full = run.flops_per_iteration()
@@ -309,20 +301,6 @@ def test_runs_of_different_code_are_named(tmp_path):
     assert judge(tmp_path)['same_T'][0]['seeds'] == 3
 
 
-@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'adamw'])
-def test_older_runs_are_seeds_of_the_same_settings(tmp_path, name):
-    """They lack settings, the roles of all, and have removed ones. Sophia-G's estimate was of one part."""
-    make(tmp_path, 'lion', 100, 3.0)
-    make(tmp_path, name, 100, 2.9)
-    for seed, lacks, more in ((2, 'schedule cooldown_iters optimizer_args hessian_parts', {}),
-                              (3, 'hessian_parts', dict(hessian_sequences='own', hessian_bias_correction=False))):
-        def make_older(about, lacks=lacks, more=more):
-            about['config'] = {key: value for key, value in about['config'].items() if key not in lacks.split()} | more
-            del about['roles']
-        edit(make(tmp_path, name, 100, 2.92, seed=seed), make_older)
-    assert judge(tmp_path, '--baseline', 'lion')['same_T'][0]['seeds'] == 3
-
-
 def test_a_run_that_was_ended_early_is_of_the_horizon_that_it_reached(tmp_path):
     for seed in 1, 2:
         make(tmp_path, 'adamw', 50, 3.0, seed=seed, argv=['--schedule=constant'])
@@ -356,12 +334,33 @@ def test_values_of_a_setting_are_compared(tmp_path):
         judge, tmp_path, '--by', 'dropout', '--tuned', 'min_lr_ratio')
 
 
+def test_equal_values_are_one_side(tmp_path):
+    """As 0 and 0.0 are, in config.json as in a CSV file, and names with a blank at their end."""
+    for seed, noise in enumerate([0.0, 0.01, 0.02, 0.03]):
+        for dropout, loss in (0, 3.0), (0.1, 3.1):
+            run = make(tmp_path / 'runs', 'adamw', 100, loss + noise, seed=seed, argv=[f'--dropout={dropout}'])
+            if not dropout and seed > 1:
+                edit(run, lambda about: about['config'].update(dropout=0))
+    row, = judge(tmp_path / 'runs', '--by', 'dropout')['same_T']
+    assert (row['seeds'], row['seeds of baseline']) == (4, 4)
+    path = tmp_path / 'x.csv'
+    path.write_text('optimizer,seed,steps,loss,dropout\n' + ''.join(
+        f'{name},{seed},100,{3 + seed / 100 + float(dropout)},{dropout}\n' for seed, name, dropout in [
+            (1, 'AdamW', '0'), (2, 'AdamW ', '0.0'), (3, 'AdamW', '0'), (1, 'AdamW', '.1'), (2, 'AdamW', '0.10')]))
+    speedup.main([str(path), '--by', 'dropout', f'--output={tmp_path}/y.png', '--panels', 'difference'])
+    row, = json.loads((tmp_path / 'y.json').read_text())['verdicts'][0]['same_T']
+    assert (row['seeds'], row['seeds of baseline'], row['trials']) == (2, 3, 1)
+
+
 def test_directories_are_compared(tmp_path):
     """Two checkouts or two models: the same settings and seeds in two places."""
     for seed, noise in enumerate([0.0, 0.01, 0.02]):
         for place, loss in (('main', 3.0), ('fork', 2.9)):
             make(tmp_path / place, 'adamw', 100, loss + noise, seed=seed)
-    speedup.main([f'{tmp_path}/main', f'{tmp_path}/fork', f'--output={tmp_path}/speedup.png', '--by=out_dir'])
+    argv = [f'{tmp_path}/main', f'{tmp_path}/fork/', f'--output={tmp_path}/speedup.png', '--by=out_dir']
+    speedup.main([*argv, f'--baseline={tmp_path}/fork/'])
+    assert json.loads((tmp_path / 'speedup.json').read_text())['baseline'] == f'{tmp_path}/fork'
+    speedup.main(argv)
     verdict, = json.loads((tmp_path / 'speedup.json').read_text())['verdicts']
     assert f'{tmp_path}/fork ends 0.1000 ± 0.0351 below {tmp_path}/main (p = 0.0066; trials' in verdict['text'][0]
 
@@ -429,6 +428,19 @@ def test_a_csv_file_of_another_program(tmp_path):
     (tmp_path / 'x.csv').write_text('optimizer,seed,steps,loss\na,1,0,5\na,2,200,3\n')
     assert [run.rejected for run in runs.find_runs([tmp_path / 'x.csv'])] == [
         'it has a validation loss at iteration 0 of 0 only', None]
+
+
+def test_a_diverged_run_without_a_horizon_is_a_trial_of_the_next_longer_ones(tmp_path, capsys):
+    rows = [f'{name},{seed},{T},{loss},{lr}' for name in 'ab' for T, loss, lr in ((100, 3.2, 1), (200, 3.0, 2))
+            for seed in (1, 2)]
+    lost = ['a,1,0,5.0,9', 'a,1,40,nan,9', 'a,1,0,5.0,8', 'a,1,120,,8', 'a,1,300,nan,7']
+    (tmp_path / 'x.csv').write_text('\n'.join(['optimizer,seed,steps,loss,learning_rate', *rows, *lost]))
+    speedup.main([f'{tmp_path}/x.csv', '--baseline=b', f'--output={tmp_path}/y.png', '--panels=difference'])
+    verdict, = json.loads((tmp_path / 'y.json').read_text())['verdicts']
+    assert [(row['T'], row['trials'], row['trials of baseline'], row['at equal trials'])
+            for row in verdict['same_T']] == [(100, 2, 1, (3.2 + 5) / 2), (200, 2, 1, (3.0 + 5) / 2)]
+    assert [line.split(':')[1:] for line in capsys.readouterr().out.splitlines() if line.startswith('lost ')] == [
+        [str(line), ' it diverged'] for line in (10, 12, 14)]
 
 
 @pytest.mark.parametrize('delimiter', [';', '\t'])

@@ -241,9 +241,9 @@ def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
 
     threading.Thread(target=stop, daemon=True).start()
     assert 'the same command resumes where it stopped' in rejection(sweep.main, argv)
-    assert runs.read_run(tmp_path / 'seed=1').unfinished
+    assert not runs.read_run(tmp_path / 'seed=1').ended
     sweep.main(argv)
-    assert not runs.read_run(tmp_path / 'seed=1').unfinished
+    assert runs.read_run(tmp_path / 'seed=1').ended
     assert 'resuming from' in (tmp_path / 'seed=1' / 'log.txt').read_text()
 
 

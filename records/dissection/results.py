@@ -1,6 +1,7 @@
 """Results of this study, from runs.jsonl beside this file.
 
   python records/dissection/results.py tables                                            the tables of README.md
+  python records/dissection/results.py trials --output records/dissection/trials.csv    every run
   python records/dissection/results.py curves --output records/dissection/curves.png    loss over 9,600 steps
   python records/dissection/results.py gamma --output records/dissection/dissection.png  final loss against γ
 """
@@ -9,22 +10,21 @@ import statistics
 import sys
 from pathlib import Path
 
-RECORDS = Path(__file__).resolve().parent
-sys.path.insert(0, str(RECORDS.parents[1]))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
 from analysis.figures import figure, legend, optimizer_label, styles
-from analysis.runs import averaged, find_runs, mean_final_loss
+from analysis.runs import averaged, find_runs
 from analysis.significance import difference, holm
-from records.search import SEARCH_SEED
-from records.studies import part_of, show_results
+from records.studies import SEARCH_SEED, interval, losses, markdown, mean_sd, part_of, show_results, texts
 
 # The seeds of part A's tests. Sophia-G's best γ was chosen with TESTED, so Sophia-G is tested with seeds of its own.
 TESTED = range(1338, 1341)
 OF_BEST_GAMMA = range(1341, 1344)
 SIX = range(1338, 1344)  # seeds of part C
-SEEDS = dict(A=TESTED, C=SIX, B=TESTED)  # by part, of the best settings of each arm
-ARMS = ['clip', 'sophiag', 'gnb_mean', 'ef_clip', 'sophiah', 'adamw']  # in the order of the protocol
-HEAD = 'loss at learning rate'  # the first column of `table`
-SETTINGS = 'β1', 'warm-up', 'weight decay'  # `settings_of` but the learning rate
+
+
+def read():
+    return find_runs([HERE])
 
 
 def settings_of(run):
@@ -53,39 +53,6 @@ def fresh_runs(arms, name, seeds):
     return [found[0][seed] for seed in seeds]
 
 
-def losses(runs):
-    """Return the final losses of `runs`."""
-    return [run.final_loss for run in runs]
-
-
-def mean_sd(mean, sd):
-    """Return the text of a mean loss, with its standard deviation unless `sd` is None."""
-    if sd is None:
-        return f'{mean:.3f}'
-    return f'{mean:.3f} ± {sd:.3f}' if sd >= 0.0005 else f'{mean:.3f} ± <0.001'
-
-
-def table(arms, seeds):
-    """Return a row of texts for each arm: its loss with the search's seed at each learning rate and with each change of
-    another setting; mean and standard deviation of the best one over the other `seeds`; its unclipped share."""
-    rows, order = [], {}
-    for (name, gamma), arm in sorted(arms.items(), key=lambda item: (ARMS.index(item[0][0]), item[0][1])):
-        usual = statistics.mode(settings[1:] for settings in arm['search'])
-        row = {HEAD: optimizer_label(name) + (f', γ = {gamma:g}' if gamma else '')}
-        for (lr, *others), run in arm['search'].items():
-            changes = [f'{what} = {value:g}' for what, value, old in zip(SETTINGS, others, usual) if value != old]
-            column = ', '.join(changes) or f'{lr:g}'
-            order[column] = bool(changes), lr, column
-            row[column] = f'{run.final_loss:.3f}'
-        fresh = [arm['runs'][seed] for seed in seeds if seed in arm['runs']]
-        unclipped = arm['search'][arm['best']].last('update_unclipped')
-        row |= {'the best, other seeds': mean_sd(*mean_final_loss(fresh)) if fresh else None,
-                'unclipped': None if unclipped is None or name == 'clip' else f'{unclipped:.0%}'.replace('%', ' %')}
-        rows.append(row)
-    columns = [HEAD, *sorted(order, key=order.get), 'the best, other seeds', 'unclipped']
-    return [{column: row.get(column) for column in columns} for row in rows]
-
-
 def tests(runs):
     """Return a row for each test: part A's four against Sophia-G, corrected by Holm; part C's primary and secondary
     test; and what was added, the secondary test with the runs of parts F and G, the primary one with part H's."""
@@ -93,12 +60,12 @@ def tests(runs):
     reference = losses(fresh_runs(A, 'sophiag', OF_BEST_GAMMA))
     rows = [{'comparison': f'A: {optimizer_label(name)} minus Sophia-G', 'n': '3, 3',
              **difference(losses(fresh_runs(A, name, TESTED)), reference)}
-            for name in ('clip', 'gnb_mean', 'ef_clip', 'sophiah')]
+            for name in ('signum', 'gnb_mean', 'ef_clip', 'sophiah')]
     for row, p in zip(rows, holm([row['p'] for row in rows])):
         row['p, Holm'] = p
     sophia = losses(fresh_runs(C, 'sophiag', SIX))
     others = {f'C, {what}: Sophia-G minus {optimizer_label(name)}': losses(fresh_runs(C, name, SIX))
-              for name, what in (('adamw', 'primary'), ('clip', 'secondary'))}
+              for name, what in (('adamw', 'primary'), ('signum', 'secondary'))}
     for part, what in ('F', 'Sign momentum, same warm-up'), ('G', 'GNB, mean of h'):
         others[f'{part}, added: Sophia-G minus {what}'] = losses(run for run in runs if part_of(run) == part)
     rows += [{'comparison': what, 'n': '6, 6', **difference(sophia, other)} for what, other in others.items()]
@@ -109,36 +76,17 @@ def tests(runs):
 def long_horizon(runs):
     """Return a row for each side of part C, with its difference to AdamW, the lowest loss first."""
     C = arms_of(runs, 'C')
-    sides = {name: losses(fresh_runs(C, name, SIX)) for name in ('sophiag', 'adamw', 'clip')}
+    sides = {name: losses(fresh_runs(C, name, SIX)) for name in ('sophiag', 'adamw', 'signum')}
     return [dict(optimizer=optimizer_label(name), mean=statistics.mean(side), sd=statistics.stdev(side),
                  **difference(side, sides['adamw']))
             for name, side in sorted(sides.items(), key=lambda item: statistics.mean(item[1]))]
 
 
-def markdown(rows):
-    """Return a table, a list of dicts of texts, as Markdown."""
-    lines = [rows[0], ['---'] * len(rows[0]), *([cell or '' for cell in row.values()] for row in rows)]
-    return ''.join('| ' + ' | '.join(line) + ' |\n' for line in lines)
-
-
-def interval(row):
-    """Return the text of a `difference`, with its 95 % interval if it has one."""
-    known = f' ± {row["plus_or_minus"]:.3f}' if row['p'] is not None else ''
-    return f'{row["difference"]:+.3f}'.replace('-', '−') + known
-
-
-def texts(tests):
-    """Return the rows of tests as texts."""
-    return [{'test': row['comparison'], 'seeds': row['n'], 'difference, 95 %': interval(row), **{
-        key: '–' if row.get(key) is None else f'{row[key]:.2g}' for key in ('p', 'p, Holm')}} for row in tests]
-
-
 def tables(runs):
     """Return the tables of README.md, in its order."""
-    parts = {part: table(arms_of(runs, part), seeds) for part, seeds in SEEDS.items()}
     six = [{'six fresh seeds': row['optimizer'], 'loss': mean_sd(row['mean'], row['sd']),
             'minus AdamW, 95 %': interval(row) if row['optimizer'] != 'AdamW' else None} for row in long_horizon(runs)]
-    return [markdown(rows) for rows in (parts['A'], texts(tests(runs)), parts['C'], six, parts['B'])]
+    return [markdown(rows) for rows in (texts(tests(runs)), six)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -149,7 +97,7 @@ def draw_gamma(runs):
     """Draw part A: final loss and unclipped share against γ, a line for each learning rate; sign momentum as the left
     end, AdamW as a band. Return (figure, rows)."""
     arms = arms_of(runs, 'A')
-    points = [(gamma, lr, run) for (name, gamma), arm in arms.items() if name in ('sophiag', 'clip')
+    points = [(gamma, lr, run) for (name, gamma), arm in arms.items() if name in ('sophiag', 'signum')
               for (lr, *_), run in arm['search'].items()]
     left_end = min(gamma for gamma, *_ in points if gamma) / 4  # the place of γ = 0 on the logarithmic axis
     rates = sorted({lr for _, lr, _ in points})
@@ -177,7 +125,7 @@ def draw_curves(runs):
     """Draw the runs of 9,600 steps with a warm-up of 2,400, six fresh seeds each: mean losses; and their differences
     to AdamW's, with the 95 % interval at the end. Return (figure, rows)."""
     C = arms_of(runs, 'C')
-    sides = {'adamw': fresh_runs(C, 'adamw', SIX), 'clip': [run for run in runs if part_of(run) == 'F'],
+    sides = {'adamw': fresh_runs(C, 'adamw', SIX), 'signum': [run for run in runs if part_of(run) == 'F'],
              'sophiag': fresh_runs(C, 'sophiag', SIX)}
     fig, (loss, lead) = figure(2, width=4.8, height=3.5)
     rows = []
@@ -201,6 +149,5 @@ def draw_curves(runs):
 
 DRAWINGS = dict(curves=draw_curves, gamma=draw_gamma)
 
-
 if __name__ == '__main__':
-    show_results(__doc__, 'dissection.png', lambda: find_runs([RECORDS]), tables, DRAWINGS)
+    show_results(__doc__, HERE, read, tables, DRAWINGS)

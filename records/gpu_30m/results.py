@@ -1,6 +1,7 @@
 """Results of this study, from runs.jsonl beside this file.
 
   python records/gpu_30m/results.py tables                                              the tables of README.md
+  python records/gpu_30m/results.py trials --output records/gpu_30m/trials.csv          every run
   python records/gpu_30m/results.py curves --output records/gpu_30m/curves.png          losses, and the norm of h
 """
 
@@ -16,38 +17,19 @@ sys.path.insert(0, str(HERE.parents[1]))
 from analysis.figures import figure, optimizer_label, styles
 from analysis.runs import find_runs
 from analysis.significance import difference, holm
-from records.dissection.results import interval, markdown
-from records.search import SEARCH_SEED
-from records.studies import part_of, show_results
+from records.studies import SEARCH_SEED, interval, markdown, part_of, show_results
 
 LOSSES = {'other books': 'val/loss', 'held-out text': 'val/loss/heldout'}
-OPTIMIZERS = ['adamw', 'sophiag', 'clip']
+OPTIMIZERS = ['adamw', 'sophiag', 'signum']
 LONG, HALF = 3000, 1500  # steps
 STABLE_SEEDS = range(1341, 1345)  # of part F
 LOWER_GAMMA, ADAMW_DECAY = 0.05, 1.2  # ADAMW_DECAY: gives sign momentum AdamW's lr·λ, 4.8e-4
-PAIRS = {1: {('sophiag', 1341), ('clip', 1341)}, 2: {('sophiag', 1342), ('sophiag', 1343)},
+PAIRS = {1: {('sophiag', 1341), ('signum', 1341)}, 2: {('sophiag', 1342), ('sophiag', 1343)},
          3: {('sophiag', 1344), ('lower γ', 1338)}, 4: {('lower γ', 1339), ('decay', 1341)}}
 
 
-def read_runs():
-    """Return the runs of this study."""
+def read():
     return find_runs([HERE])
-
-
-def search_table(runs):
-    """Return a row of texts for each optimizer: the two losses with the search's seed at each learning rate, and for
-    Sophia-G the unclipped share at the end."""
-    search = {(run.optimizer_name, run.learning_rate): run for run in runs
-              if part_of(run) == 'a' and run.max_iters == LONG}
-    rates = sorted({lr for _, lr in search})
-    rows = []
-    for name in OPTIMIZERS:
-        for what, key, digits in [*((place, key, '.3f') for place, key in LOSSES.items()),
-                                  *[('unclipped', 'update_unclipped', '.2f')] * (name == 'sophiag')]:
-            mine = {lr: format(search[name, lr].final(key), digits) for lr in rates if (name, lr) in search}
-            rows.append({f'seed {SEARCH_SEED}': optimizer_label(name), 'value': what,
-                         **{f'{lr:g}': mine.get(lr, '') for lr in rates}})
-    return rows
 
 
 def fresh_runs(runs, optimizer, rate):
@@ -131,7 +113,7 @@ def rank_tests(runs):
     *_, (_, lower) = fresh_arms(runs).values()
     stable = {run.seed: run.final_loss for run in runs if part_of(run) == 'f' and run.optimizer_name == 'sophiag'
               and run.learning_rate == lower}
-    sign = [run.final_loss for run in runs if run.optimizer_name == 'clip' and run.seed != SEARCH_SEED
+    sign = [run.final_loss for run in runs if run.optimizer_name == 'signum' and run.seed != SEARCH_SEED
             and run.weight_decay != ADAMW_DECAY]
     rows = []
     for pair, seeds in {2: STABLE_SEEDS[:3], 3: STABLE_SEEDS}.items():
@@ -161,8 +143,7 @@ def minus(one, two):
 
 def tables(runs):
     """Return the tables of README.md, in its order."""
-    return [markdown(rows) for rows in (search_table(runs), fresh_table(runs), stable_table(runs),
-                                          rank_tests(runs)) if rows]
+    return [markdown(rows) for rows in (fresh_table(runs), stable_table(runs), rank_tests(runs))]
 
 
 def draw_curves(runs):
@@ -200,5 +181,7 @@ def smoothed(runs, width=100):
     return {step: mean(losses[step]) for step in sorted(losses)}
 
 
+DRAWINGS = dict(curves=draw_curves)
+
 if __name__ == '__main__':
-    show_results(__doc__, 'curves.png', read_runs, tables, dict(curves=draw_curves))
+    show_results(__doc__, HERE, read, tables, DRAWINGS)

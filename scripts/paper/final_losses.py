@@ -3,11 +3,17 @@
   python scripts/paper/final_losses.py out/sweep
   python scripts/paper/final_losses.py out/interval --by optimizer_name hessian_interval --x flops
   python scripts/paper/final_losses.py out/sensitivity --grid gamma beta2
+  python scripts/paper/final_losses.py out/max_lr --x learning_rate --by optimizer_name scale_attn_by_inverse_layer_idx
 
 docs/reproduce.md has the command of each figure. Runs that differ only in seed are averaged. Of several settings at one
 point or in one cell the best is drawn. Unfinished runs are left out.
+
+With --x learning_rate it prints each line's largest stable rate: its runs, one for each seed, and those at all lower
+rates end finite, each at most 0.5 above the lowest training loss seen up to its rate, both means over a tenth of a run.
 """
 
+import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -16,37 +22,75 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
 from analysis.figures import argparser, figure, label_of, legend, parse, print_table, save, set_title, styles
-from analysis.runs import by_seed, mean_final_loss
+from analysis.runs import by_seed, find_runs, mean_final_loss
 from runtime.files import one_line_errors
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
      'learning_rate': 'peak learning rate'}
+MARGIN = 0.5  # nats of training loss within which a learning rate is stable
 
 
-def best_groups(runs, place):
-    """Return {place: row} of the groups of seeds with the lowest mean loss, sorted by place, a function of a run."""
+def groups_at(runs, place):
+    """Return {place: groups of seeds, the lowest mean loss first}, sorted by place, a function of a run."""
     found = {}
     for group in by_seed(runs):
-        run, (loss, sd) = group[0], mean_final_loss(group)
-        found.setdefault(place(run), []).append({
-            'val/loss': loss, 'sd': sd, 'seeds': len(group), 'learning_rate': run.learning_rate,
-            'max_iters': run.max_iters, 'run': str(run.out_dir), 'optimizer': run.optimizer_name})
-    return {at: dict(min(rows, key=lambda row: row['val/loss']), tried=len(rows)) for at, rows in sorted(found.items())}
+        found.setdefault(place(group[0]), []).append(group)
+    return {at: sorted(groups, key=lambda group: mean_final_loss(group)[0]) for at, groups in sorted(found.items())}
 
 
-def draw_lines(runs, x, by):
-    """Return (figure, rows): final loss against `x`, a line for each value of the settings `by`."""
-    def place(run):
-        sources = run.about.get('provenance', {})  # the optimizer's 0: it does not have the setting
-        line = ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{label_of(key)} {run.config[key]}'
-                         for key in by if run.config[key] != 0
-                         or not sources.get(key, '').startswith(('optimizer ', 'not a setting')))
-        if x == 'flops':
-            return line, run.series('val/loss', 'flops')[0][-1]
-        return line, run.about['parameters'] if x == 'parameters' else run.config[x]
+def row_of(groups):
+    """Return what is known of the first of `groups`, a dict."""
+    run, (loss, sd) = groups[0][0], mean_final_loss(groups[0])
+    return {'val/loss': loss, 'sd': sd, 'seeds': len(groups[0]), 'learning_rate': run.learning_rate,
+            'max_iters': run.max_iters, 'run': str(run.out_dir), 'optimizer': run.optimizer_name, 'tried': len(groups)}
 
-    best = best_groups(runs, place)
-    rows = [{'line': line, x: value, **row} for (line, value), row in best.items()]
+
+def line_of(run, by):
+    """Return the label of a run's line: its values of the settings `by`, without those that its optimizer lacks."""
+    sources = run.about.get('provenance', {})
+    return ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{label_of(key)} {run.config[key]}'
+                     for key in by if run.config[key] != 0
+                     or not sources.get(key, '').startswith(('optimizer ', 'not a setting')))
+
+
+def x_of(run, x):
+    """Return a run's value on the x-axis."""
+    if x == 'flops':
+        return run.series('val/loss', 'flops')[0][-1]
+    return run.about['parameters'] if x == 'parameters' else run.config[x]
+
+
+def tenths(run):
+    """Return the mean training losses of the tenths of a run, the last one first."""
+    losses = run.series('train/loss')[1] or run.series('val/loss')[1]
+    size = max(1, len(losses) // 10)
+    return [statistics.mean(losses[max(0, end - size):end]) for end in range(len(losses), 0, -size)]
+
+
+def stable_rates(best, tried):
+    """Return a row for each line: its largest stable learning rate, and the lowest that is not stable, if any.
+
+    Args:
+        best: {(line, learning rate): groups} of finished runs.
+        tried: (line, learning rate) of all runs, also of those that diverged.
+    """
+    rows = []
+    for line in sorted({line for line, _ in tried}):
+        stable, lowest = None, math.inf
+        for rate in sorted(rate for other, rate in tried if other == line):
+            losses = [tenths(run) for run in best[line, rate][0]] if (line, rate) in best else []
+            lowest = min([lowest, *map(min, losses)])
+            if not losses or max(last for last, *_ in losses) > lowest + MARGIN:
+                break
+            stable = rate
+        else:
+            rate = None
+        rows.append({'line': line, 'largest stable rate': stable, 'not stable at': rate})
+    return rows
+
+
+def draw_lines(rows, x):
+    """Draw final loss against `x`, a line for each value of row['line']."""
     lines = list(dict.fromkeys(row['line'] for row in rows))
     if len(lines) == len(rows) > 2:  # a point each: labeled on the axis, not by colors
         fig, (ax,) = figure(width=6.5, height=1.2 + 0.28 * len(rows))
@@ -58,16 +102,15 @@ def draw_lines(runs, x, by):
                         textcoords='offset points', va='center', fontsize=8)
         ax.margins(x=0.12)
         ax.set(xlabel='final validation loss')
-        return fig, rows
+        return fig
     fig, (ax,) = figure(width=6.5)
-    optimizers = [next(row['optimizer'] for row in rows if row['line'] == line) for line in lines]
-    for line, style in zip(lines, styles(optimizers)):
-        mine = [row for row in rows if row['line'] == line]
-        ax.errorbar([row[x] for row in mine], [row['val/loss'] for row in mine], [row['sd'] or 0 for row in mine],
-                    label=line, marker='o', capsize=3, markersize=4, **style)
+    mine = {line: [row for row in rows if row['line'] == line] for line in lines}
+    for line, style in zip(lines, styles([mine[line][0]['optimizer'] for line in lines])):
+        ax.errorbar([row[x] for row in mine[line]], [row['val/loss'] for row in mine[line]],
+                    [row['sd'] or 0 for row in mine[line]], label=line, marker='o', capsize=3, markersize=4, **style)
     ax.set(xscale='log', xlabel=X[x], ylabel='final validation loss')
     legend(fig, ax)
-    return fig, rows
+    return fig
 
 
 def draw_grid(runs, keys):
@@ -75,7 +118,8 @@ def draw_grid(runs, keys):
     labels = sorted({run.optimizer_label for run in runs})
     if len(labels) > 1:
         raise SystemExit(f'--grid: runs of one optimizer, not of {", ".join(labels)}; scripts/speedup.py compares them')
-    best = best_groups(runs, lambda run: tuple(run.config[key] for key in keys))
+    best = {cell: row_of(groups) for cell, groups in groups_at(
+        runs, lambda run: tuple(run.config[key] for key in keys)).items()}
     ys, xs = (sorted(set(values)) for values in zip(*best))
     grid = np.full((len(ys), len(xs)), np.nan)
     fig, (ax,) = figure()
@@ -104,9 +148,21 @@ def main(argv=None):
     add_tuned(parser)
     args = parse(parser, argv)
     sizes = ['n_layer', 'n_head', 'n_embd'] if args.x == 'parameters' else []
-    runs = finished_runs(args.out_dirs, (*args.tuned, *(args.grid or [*args.by, *sizes])))
-    fig, rows = draw_grid(runs, args.grid) if args.grid else draw_lines(runs, args.x, args.by)
+    found = find_runs(args.out_dirs)
+    runs = finished_runs(found, (*args.tuned, *(args.grid or [*args.by, *sizes])))
+    if args.grid:
+        fig, rows = draw_grid(runs, args.grid)
+    else:
+        def place(run):
+            return line_of(run, args.by), x_of(run, args.x)
+
+        best = groups_at(runs, place)
+        rows = [{'line': line, args.x: x, **row_of(groups)} for (line, x), groups in best.items()]
+        fig = draw_lines(rows, args.x)
     print_table(rows, [key for key in rows[0] if key != 'run'])
+    if args.x == 'learning_rate' and not args.grid:
+        print()
+        print_table(stable_rates(best, {place(run) for run in found if run.is_trial}))
     set_title(fig, args.title)
     if args.ylim:
         fig.axes[0].set_ylim(args.ylim)
