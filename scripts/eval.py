@@ -3,8 +3,8 @@
   python scripts/eval.py out/gpt2-small-sophiag                          on its data set
   python scripts/eval.py gpt2 --dataset=openwebtext
 
-Sequences have block_size tokens, as in train.py; an incomplete last one is left out. Prints a line of JSON for each part
-of a mixture of data sets. bits_per_byte takes the bytes per token of the whole split.
+Sequences have block_size tokens, as in train.py. Prints a line of JSON, or one for each part of a mixture of data sets.
+bits_per_byte takes the bytes per token of the whole split.
 """
 
 import json

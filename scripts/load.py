@@ -94,16 +94,11 @@ def with_tokenizer(loaded):
         raise SystemExit(f'{loaded.path}: the model has {size} ids, fewer than the tokenizer {tokenizer.name} '
                          f'({tokenizer.vocab_size}); check --tokenizer')
     if tokenizer.vocab_size < size:
-        crop_vocab_size(loaded.model, tokenizer.vocab_size)
+        size, embedding, head = tokenizer.vocab_size, loaded.model.transformer.wte, loaded.model.lm_head
+        for p in (*embedding.parameters(), *head.parameters()):  # cropping a tied weight twice does no harm
+            p.data = p.data[:size]
+        loaded.model.config.vocab_size = embedding.num_embeddings = head.out_features = size
     return loaded
-
-
-def crop_vocab_size(model, vocab_size):
-    """Remove the ids from `vocab_size` on, the padding, from a GPT."""
-    embedding, head = model.transformer.wte, model.lm_head
-    for p in (*embedding.parameters(), *head.parameters()):  # cropping a tied weight twice does no harm
-        p.data = p.data[:vocab_size]
-    model.config.vocab_size = embedding.num_embeddings = head.out_features = vocab_size
 
 
 def open_bins(loaded, dataset, split):

@@ -155,7 +155,7 @@ def main(argv=None):
     args.flops, args.memory_gb = devices.GPUS[card]
     args.gpus = args.gpus or (1 if args.gpu else 8)
     args.limit = (1 - HEADROOM) * args.memory_gb * 1e9
-    print(f'{args.gpus} × {card}, {args.memory_gb} GB and {args.flops / 1e12:g} TFLOP/s each, at an MFU of {args.mfu:g}')
+    print(f'{args.gpus} × {card}, {args.memory_gb} GB and {args.flops / 1e12:g} TFLOP/s each; MFU {args.mfu:g}')
     published = sorted((Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py'))
     configs = [[str(config)] for config in args.configs or ([] if flags else published)]
     for words in configs or [[]]:

@@ -178,15 +178,11 @@ def start_trial(trial, launcher, slot, jobs):
             n = max(1, len(gpus) // jobs)  # GPUs per job
             first = slot * n % len(gpus)
             env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[first:first + n])
-    return launch([*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
-                   '--auto_resume=True'], trial.out_dir, env=env)
-
-
-def launch(words, out_dir, **options):
-    """Start a program with its output in `out_dir`/log.txt. Return the process."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with (out_dir / 'log.txt').open('a') as log:
-        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
+    command = [*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
+               '--auto_resume=True']
+    trial.out_dir.mkdir(parents=True, exist_ok=True)
+    with (trial.out_dir / 'log.txt').open('a') as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
 
 
 def show(trials):

@@ -64,9 +64,8 @@ def main(argv=None):
     best, loss = search(values, {key: canonical(key, begin[key]) for key in values}, args.noise, losses_of)
     show(tried.values())
     for key, value in best.items():
-        numbers = {as_number(trial.settings[key]) for trial in tried.values()}
-        if len(numbers) > 1 and not any(isinstance(number, str) for number in numbers) and (
-                as_number(value) in (min(numbers), max(numbers))):
+        numbers, best_number = {as_number(trial.settings[key]) for trial in tried.values()}, as_number(value)
+        if len(numbers) > 1 and not isinstance(best_number, str) and best_number in (min(numbers), max(numbers)):
             print(f'note: the best {key}, {value}, is at the edge of its --values; give more there')
     print(f'best of {len(tried)} settings tried: {" ".join(f"--{key}={value}" for key, value in best.items())}, '
           f'val loss {loss:.4f}')

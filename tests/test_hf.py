@@ -13,7 +13,7 @@ from model import GPT
 from runtime.files import save_pt
 from scripts.export_hf import export
 from scripts.export_hf import main as export_main
-from scripts.load import crop_vocab_size, load, with_tokenizer
+from scripts.load import Loaded, load, with_tokenizer
 
 transformers = pytest.importorskip('transformers', reason='needs requirements-hf.txt')
 
@@ -48,7 +48,7 @@ def test_export_has_our_logits_and_import_gives_the_model_back(tmp_path, bias, s
     idx = torch.randint(256, (2, 24))
     ours = model(idx)[0][..., :256]
     torch.testing.assert_close(theirs.eval()(idx).logits, ours, atol=1e-4, rtol=0)
-    crop_vocab_size(model, 256)
+    with_tokenizer(Loaded('run', model, get_tokenizer('byte')))
     back = GPT.from_pretrained(tmp_path / 'hf').eval()
     assert back.config == model.config and back.lm_head.weight is back.transformer.wte.weight
     for (name, w), (other_name, other) in zip(model.state_dict().items(), back.state_dict().items(), strict=True):
