@@ -197,9 +197,6 @@ def main(argv=None):
     args, texts = parser.parse_known_args(argv)
     if args.baseline and not (args.baseline / 'model.py').is_file():
         raise SystemExit(f'--baseline={args.baseline}: no model.py in it; pass a checkout of nanoGPT or a similar one')
-    for path in filter(None, (args.output, args.profile)):  # checked before anything is measured
-        if not path.parent.is_dir() or path.is_dir():
-            raise SystemExit(f'{path}: cannot be written; name a file in a directory that exists')
     model = CUDA_MODEL if torch.cuda.is_available() else CPU_MODEL
     texts = texts or [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
     adamw = [text for text in texts if train.resolve(environment_of(text)[1]).optimizer_name == 'adamw']

@@ -8,7 +8,6 @@ import torch
 from conftest import random_gpt, rejection
 from reference import double_precision, flat  # noqa: F401 - for every test here
 
-from loss import Losses
 from runtime.files import save_pt
 from scripts import curvature
 from scripts.curvature import draw_gradients, gnb_diagonal
@@ -48,22 +47,6 @@ def test_the_noise_of_an_estimate_by_parts(monkeypatch, size, parts):
     for at in (slice(0, 1), slice(1, 2), slice(None)):
         cv = (estimates.var(0)[at].mean() / estimates.mean(0)[at].square().mean()).sqrt().item()
         assert gradients.cv(at, size, parts) == pytest.approx(cv, rel=0.1, abs=0.02)
-
-
-def test_a_second_head_is_measured_by_the_fork_s_own_losses(gpt, monkeypatch):
-    """With the model's logits alone, its h would be 0."""
-    class TwoHeads(Losses):
-        def forward(self, idx, targets, **labels):
-            _, loss, loss_hat, predictions = super().forward(idx, targets, **labels)
-            loss_hat += (self.model.head_2.weight * labels['uniforms'].sum()).sum()
-            return None, loss, loss_hat, predictions
-
-    model, sequences = copy.deepcopy(gpt[0]), gpt[1]
-    model.head_2 = torch.nn.Linear(4, 8, bias=False)
-    monkeypatch.setattr(curvature, 'Losses', TwoHeads)
-    params = list(model.parameters())
-    at = slice(-model.head_2.weight.numel(), None)
-    assert params[-1] is model.head_2.weight and (sum(gnb_diagonal(model, params, sequences)[0].halves)[at] > 0).all()
 
 
 def test_masked_targets_are_left_out(gpt):

@@ -1,7 +1,5 @@
 """GPT.generate, its sampler, scripts/sample.py, and the checkpoints that scripts/load.py loads."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from conftest import random_gpt, rejection, write_bins
@@ -9,7 +7,7 @@ from conftest import random_gpt, rejection, write_bins
 from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
 from data.writer import write_bins as prepare
-from model import GPT, GPTConfig
+from model import GPT
 from runtime.files import save_pt
 from runtime.gpt import generate, sample_next
 from scripts import sample
@@ -109,24 +107,6 @@ def test_bfloat16_is_that_of_training(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(GPT, 'forward', forward)
     run(capsys, save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta), '--dtype=bfloat16')
     assert dtypes == {torch.bfloat16, torch.float32}
-
-
-def test_a_fork_may_have_no_module_for_its_head(tmp_path, capsys, monkeypatch):
-    class Headless(GPT):
-        def __init__(self, config):
-            super().__init__(config)
-            self.unembed = self.lm_head
-            del self.lm_head
-
-        def forward(self, idx, targets=None):
-            return self.unembed(self.transformer.ln_f(self.transformer.wte(idx))), None
-
-    monkeypatch.setattr('scripts.load.GPT', Headless)
-    model = Headless(GPTConfig(**{**TINY, 'vocab_size': 256}))
-    save_run(tmp_path, tokenizer=get_tokenizer('byte').meta, model=model.state_dict(), model_args=asdict(model.config))
-    loaded = load(tmp_path).model
-    assert loaded.unembed.weight is loaded.transformer.wte.weight
-    assert run(capsys, tmp_path, '--start=a').startswith('a')
 
 
 def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
