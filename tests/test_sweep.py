@@ -20,7 +20,6 @@ from fake_runs import SHAPE, edit, fake_run, rows_of
 
 import train
 from analysis import runs
-from configurator import setting
 from runtime.signals import undo_at_end
 from scripts import curvature, sweep, tune
 
@@ -96,12 +95,9 @@ def test_a_run_that_is_there_with_other_settings_is_rejected(tmp_path):
     for flag, there in (('--dtype=bfloat16', "dtype = 'float32'"), ('--eval_sequences=8', 'eval_sequences = 16'),
                         ('--total_batch_size=8', 'total_batch_size = 4'), ('--skip_nonfinite=2', 'skip_nonfinite = 0')):
         assert f'holds a run with {there}, not' in rejection(sweep.Trial(tmp_path, {}, [*argv, flag]).check)
-
-
-def test_the_shape_of_a_fine_tuned_run_is_that_of_its_weights(tmp_path):
-    tuned = [*SHAPE, '--init_from=gpt2', '--learning_rate=1e-3']
-    edit(fake_run(tmp_path, 3.0, tuned), lambda about: about['config'].update(n_layer=12, n_embd=768))
-    sweep.Trial(tmp_path, {}, tuned).check()
+    tuned = [*SHAPE, '--init_from=gpt2', '--learning_rate=1e-3']  # the pretrained weights decide the shape
+    edit(fake_run(tmp_path / 'tuned', 3.0, tuned), lambda about: about['config'].update(n_layer=12, n_embd=768))
+    sweep.Trial(tmp_path / 'tuned', {}, tuned).check()
 
 
 def test_a_run_ends_with_its_last_iteration(tmp_path):
@@ -142,10 +138,8 @@ def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path, capsys)
         ('4', None, 'learning_rate was changed from 1 to 2 at iteration 40'), ('5', None, 'not begun')]
 
 
-@pytest.mark.parametrize('seed', ['seed', 'data_seed'])
-def test_the_table_is_averaged_over_seeds(tmp_path, capsys, monkeypatch, seed):
-    monkeypatch.setitem(train.DEFAULTS, 'data_seed', setting(0, role='chance'))  # as an edit declares it
-    spec = dict(base=SHAPE, runs=[{'gamma': [0.1, 0.2, 0.3], seed: [1, 2], 'max_iters': 100}])
+def test_the_table_is_averaged_over_seeds(tmp_path, capsys):
+    spec = dict(base=SHAPE, runs=[dict(gamma=[0.1, 0.2, 0.3], seed=[1, 2], max_iters=100)])
     found = sweep.trials_of(spec, tmp_path)
     for trial, loss in zip(found, (3.0, 3.1, 2.9, 2.95, 2.8)):
         fake_run(trial.out_dir, loss, ['--max_iters=100'], grad_clipped=loss / 10)
@@ -197,7 +191,7 @@ def test_a_table_of_a_received_directory_executes_nothing(tmp_path, capsys):
 
 
 def test_a_table_on_a_terminal_without_its_characters(tmp_path, monkeypatch):
-    """A dash stands for a missing value."""
+    """Latin-1 lacks the dash of a missing value."""
     (tmp_path / 'sweep.json').write_text(json.dumps(dict(base=SHAPE, runs=[dict(seed=1)])))
     monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(written := io.BytesIO(), 'latin-1'))
     sweep.main(['--out_dir', str(tmp_path), '--table'])
@@ -234,24 +228,19 @@ def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
     assert 'resuming from' in (tmp_path / 'seed=1' / 'log.txt').read_text()
 
 
-def search(values, noise):
-    """(best, loss) of a search of a loss that is lowest at a rate of 0.004 and γ = 0.2, and the settings tried."""
-    asked = []
-
+def test_a_search_keeps_what_lowers_the_loss_by_more_than_the_noise():
+    """The loss is lowest at a learning rate of 0.004 and γ = 0.2. A rate of 1 diverges."""
     def losses_of(candidates):
         asked.extend(candidates)
         octaves = [(math.log2(float(s['lr']) / 0.004), math.log2(float(s['gamma']) / 0.2)) for s in candidates]
         return [math.inf if s['lr'] == '1' else 3 + 0.05 * (a * a + b * b) + 0.02 * (a - b) ** 2
                 for s, (a, b) in zip(candidates, octaves)]
-    return tune.search(values, dict(lr='0.001', gamma='0.05'), noise, losses_of), asked
 
-
-def test_a_search_keeps_what_lowers_the_loss_by_more_than_the_noise():
     values = dict(lr=['0.001', '0.002', '0.004', '0.008', '1'], gamma=['0.05', '0.1', '0.2', '0.4'])
-    (best, loss), _ = search(values, 0)
-    assert best == dict(lr='0.004', gamma='0.2') and loss == pytest.approx(3)
-    (best, _), asked = search(values, 10)
-    assert best == asked[0] == dict(lr='0.001', gamma='0.05') and len(asked) == 1 + 4 + 3
+    start, asked = dict(lr='0.001', gamma='0.05'), []
+    assert tune.search(values, start, 0, losses_of) == (dict(lr='0.004', gamma='0.2'), pytest.approx(3))
+    asked.clear()
+    assert tune.search(values, start, 10, losses_of)[0] == asked[0] == start and len(asked) == 1 + 4 + 3
 
 
 def test_a_search_trains_its_candidates_once_and_names_edges(tmp_path, corpus, capsys):
