@@ -59,14 +59,6 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
     assert report['about']['torch'] == torch.__version__
 
 
-def test_a_baseline_is_compiled_as_nanogpt_compiles_it(tmp_path, monkeypatch):
-    (tmp_path / 'model.py').write_text(BASELINE)
-    compiled = []
-    monkeypatch.setattr(torch, 'compile', lambda module: compiled.append(type(module)) or module)
-    run = bench.baseline_run(train.resolve([*MODEL.split(), '--compile=True']), World('cpu', 'gloo'), tmp_path)
-    assert compiled == [type(run.raw_model)] and compiled[0].__module__ == 'baseline_model'
-
-
 @pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
 def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
     """Iterations 0 and 1, on the same sequences."""

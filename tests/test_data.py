@@ -29,7 +29,7 @@ from data import sources, writer
 from data.fineweb import prepare as fineweb
 from data.loader import Bin, read_meta
 from data.openwebtext import prepare as openwebtext
-from data.tokenizer import TOKENIZERS, Char, Tokenizer, get_tokenizer, tokenizer_from_meta
+from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
 from data.writer import Corpus, write_bins
 from scripts.load import load
 
@@ -265,33 +265,17 @@ def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_
     assert '--tokenizer=gpt3: unknown; pass gpt2, byte' in rejection(get_tokenizer, 'gpt3')
 
 
-class Words(Tokenizer):
-    """A fork's tokenizer with its own vocabulary."""
-
-    name, eot_id = 'words', 0
-
-    def __init__(self, words):
-        self.words, self.vocab_size = words, 1 + len(words)
-
-    def encode(self, text):
-        return [1 + self.words.index(word) for word in text.split()]
-
-    def decode(self, ids):
-        return ' '.join(self.words[i - 1] for i in ids)
-
-
-def test_a_fork_s_tokenizer_is_kept_with_bins_and_checkpoints_of_a_mixture(tmp_path, monkeypatch):
-    monkeypatch.setitem(TOKENIZERS, 'words', Words)
-    for name, words, val in ('one', 'abde', 'd'), ('two', 'abde', 'e'), ('other', 'badd', 'd'):
-        write_bins(small_corpus(val=val), Words([*words]), tmp_path / name, 1)
+def test_a_vocabulary_is_kept_with_bins_and_checkpoints_of_a_mixture(tmp_path):
+    for name, chars, val in ('one', 'abde', 'dd'), ('two', 'abde', 'ee'), ('other', 'bade', 'dd'):
+        write_bins(small_corpus(val=val), Char(chars), tmp_path / name, 1)
     command = [*TINY, f'--dataset={tmp_path}/one:3,{tmp_path}/two:1', f'--out_dir={tmp_path}/out', '--block_size=1',
                '--max_iters=1']
     train.main(command)
     whole, one, two = (metrics(tmp_path / 'out', f'val/loss{key}') for key in ('', '/one', '/two'))
     assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(one, two)]) and one != two
     shutil.rmtree(tmp_path / 'one')
-    assert load(tmp_path / 'out').tokenizer.words == ['a', 'b', 'd', 'e']
-    assert 'made with another tokenizer (words)' in rejection(
+    assert load(tmp_path / 'out').tokenizer.chars == 'abde'
+    assert 'made with another tokenizer (char)' in rejection(
         train.main, [*command, '--init_from=resume', f'--dataset={tmp_path}/other', '--ignore_data_change=True'])
 
 
@@ -472,12 +456,11 @@ def test_shards_are_joined(tmp_path, monkeypatch):
         assert 'bytes' not in meta['train'] and meta['split'] == f'val: {names[2]}'
 
 
-def test_shards_that_cannot_be_are_one_line(tmp_path):
-    good, bad = write_shard(tmp_path / 'good.bin', shard_ids(1)), tmp_path / 'bad.bin'
-    for change in dict(magic=20240801), dict(version=2), dict(tokens=299):
-        write_shard(bad, **{'ids': shard_ids(0), **change})
-        message = prepare('fineweb', '--tokens', bad, good, '--out_dir', tmp_path / 'out', ok=False)
-        assert message.startswith(f'{bad}: not a complete shard of GPT-2 tokens')
+@pytest.mark.parametrize('change', [dict(magic=20240801), dict(version=2), dict(tokens=299)])
+def test_a_bad_shard_is_one_line(tmp_path, change):
+    bad = write_shard(tmp_path / 'bad.bin', shard_ids(0), **change)
+    message = prepare('fineweb', '--tokens', bad, '--out_dir', tmp_path / 'out', ok=False)
+    assert message.startswith(f'{bad}: not a complete shard of GPT-2 tokens')
 
 
 @pytest.mark.parametrize('fraction, share, first', [

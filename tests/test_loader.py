@@ -49,13 +49,6 @@ def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
         assert share.dtype == torch.int64 and np.array_equal(share, whole[rank::world_size])
 
 
-def test_an_edited_order_is_shared_over_the_ranks(corpus, monkeypatch):
-    data = Mixture([Bin(corpus, 'train')])
-    monkeypatch.setattr(TrainLoader, 'starts', lambda self, iteration: np.arange(24) + iteration)
-    shares = [batches(data, 2, 1, rank, 3)[0] for rank in range(3)]
-    assert np.array_equal(torch.stack(shares, 1).flatten(0, 1), data.sequences(np.arange(24) + 2, 17))
-
-
 def test_random_changes_of_the_data_depend_on_the_seed_and_the_iteration_only(corpus, monkeypatch):
     """Not on the global generator, the number of ranks, or where a run resumes."""
     data = Mixture([Bin(corpus, 'train')])
