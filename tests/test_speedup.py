@@ -1,5 +1,6 @@
 """scripts/speedup.py: the verdict on one optimizer against another, on runs with a known answer."""
 
+import contextlib
 import json
 import math
 import re
@@ -207,17 +208,12 @@ def test_runs_of_another_protocol_are_rejected(tmp_path, options, what):
         assert judge(tmp_path, '--tuned', what)['holds']
 
 
-@pytest.mark.parametrize(('argv', 'comparable'), [
-    (['--warmup_iters=50'], True), (['--warmup_iters=100'], True), (['--warmup_iters=20'], False),
-    (['--warmup_iters=50', '--schedule=wsd', '--cooldown_iters=20'], False)])
-def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path, argv, comparable):
+@pytest.mark.parametrize(('steps', 'comparable'), [(50, True), (100, True), (20, False)])
+def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path, steps, comparable):
     make(tmp_path, 'adamw', 100, 3.0, argv=['--warmup_iters=50'])
-    make(tmp_path, 'adamw', 200, 3.0, argv=argv)
-    found = runs.find_runs([tmp_path])
-    if comparable:
-        compare.check_comparable(found)
-    else:
-        assert 'cannot be compared' in rejection(compare.check_comparable, found)
+    make(tmp_path, 'adamw', 200, 3.0, argv=[f'--warmup_iters={steps}'])
+    with contextlib.nullcontext() if comparable else pytest.raises(SystemExit, match='cannot be compared'):
+        compare.check_comparable(runs.find_runs([tmp_path]))
 
 
 def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path):
@@ -230,15 +226,6 @@ def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path
             assert 'rope is None in one and True in the other; leave one out' in rejection(judge, tmp_path)
         else:
             assert judge(tmp_path)['same_T']
-
-
-def test_an_older_run_has_its_optimizers_default_of_a_later_setting(tmp_path):
-    """It is a seed of the same settings, not another trial."""
-    made = [make(tmp_path, name, 100, 3.0, seed=seed) for name in ('sophiag', 'adamw') for seed in (1, 2)]
-    for older in made[::2]:
-        edit(older, lambda about: about['config'].pop('gamma'))
-    found = runs.with_same_settings([*map(runs.read_run, made)])
-    assert [run.gamma for run in found] == [0.05, 0.05, 0.0, 0.0]
 
 
 def test_iterations_with_fewer_tokens_cost_fewer_flops(tmp_path):
