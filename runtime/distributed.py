@@ -40,7 +40,7 @@ class World:
 
     def __init__(self, device, backend, parallel='ddp'):
         """Join the process group, until the end of `undo_at_end`. The `device` 'cuda' is the local rank's. `parallel`:
-        each rank holds the whole model ('ddp'), or it is sharded over all ranks ('fsdp') or each machine's ('hsdp')."""
+        each rank has a replica of the model ('ddp'), or shards, over all ranks ('fsdp') or each machine's ('hsdp')."""
         self.started = time.monotonic()
         self.rank, local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0

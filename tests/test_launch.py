@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import INJECT, ROOT, command, finish, iterations
 
-from runtime import device, distributed
+from runtime import device
 from runtime.device import device_defaults
 from runtime.distributed import World
 from runtime.signals import STOPPED, SafeStream, StopSignals, undo_at_end
@@ -86,17 +86,6 @@ def test_peak_flops_are_those_of_the_variant(monkeypatch, name, peak):
     assert device.peak_flops(torch.device('cuda')) == peak
 
 
-@pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='3'), 3)])
-def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
-    """Without one `torch.cuda.set_device` rejects it, and so does NCCL's process group."""
-    chosen = []
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr(distributed, 'check_device', torch.device)
-    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    assert chosen == [World('cuda', 'nccl').device] == [torch.device('cuda', index)]
-
-
 def test_the_mapped_corpus_does_not_count_as_memory(monkeypatch):
     cpu = torch.device('cpu')
     assert 1e7 < device.peak_memory(cpu) < 1e12
@@ -126,22 +115,16 @@ def test_the_time_limit_is_in_hours_since_the_start_of_the_run():
             assert StopSignals(world, hours).deadline == pytest.approx(before + 3600 * (hours or float('inf')), abs=1)
 
 
-def exit_together(world):
-    with world.exit_together():
-        pass
-
-
-@pytest.mark.parametrize('collective', [lambda world: world.from_master(7), exit_together])
-def test_a_rank_waits_for_a_file_before_a_collective_that_could_time_out(collective, monkeypatch):
+def test_a_rank_waits_for_a_file_before_a_collective_that_could_time_out(monkeypatch):
     events, store = [], dist.HashStore()
     worlds = [World.__new__(World) for _ in range(2)]
     for rank, world in enumerate(worlds):
         vars(world).update(rank=rank, size=2, is_master=rank == 0, device='cpu', _store=store, _barriers=0)
     monkeypatch.setattr(World, 'sum', lambda self, tensor: events.append(f'rank {self.rank}') or tensor)
-    other = threading.Thread(target=collective, args=worlds[1:])
+    other = threading.Thread(target=worlds[1].from_master, args=[7])
     other.start()
     other.join(0.3)  # A rank that does not wait would end here.
     events.append('saved')
-    collective(worlds[0])
+    worlds[0].from_master(7)
     other.join()
     assert events[0] == 'saved' and sorted(events[1:]) == ['rank 0', 'rank 1']

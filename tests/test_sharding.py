@@ -191,15 +191,6 @@ def test_a_second_save_of_an_iteration_leaves_the_first_until_it_is_complete(tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ['ckpt_00000010', 'lock']
 
 
-def test_a_complex_buffer_comes_back(tmp_path):
-    """Rotary positions are often complex numbers."""
-    model = torch.nn.Linear(2, 2)
-    model.register_buffer('positions', torch.tensor([1j, 2]))
-    sharded.write(ALONE, tmp_path / 'ckpt_00000010', model, dict(model_args={}, iter_num=10, config={}), {})
-    weights = checkpoint.load_checkpoint(tmp_path)[1]['model']
-    assert weights['positions'].dtype == torch.complex64 and torch.equal(weights['positions'], model.positions)
-
-
 @pytest.mark.parametrize('name', ['__0_0.distcp', '__1_0.distcp', '.metadata', 'state.pt'])
 def test_damage_is_noticed(run, tmp_path, name):
     """The newest intact checkpoint is loaded."""
