@@ -1,4 +1,4 @@
-"""Command-line arguments: a parser, types of flags."""
+"""Command-line arguments: a parser, a type of number."""
 
 import argparse
 import math
@@ -10,7 +10,7 @@ def argument_parser(doc, **options):
 
 
 def at_least(low, kind=int, at_most=math.inf):
-    """Return an argparse type: numbers of `kind` from `low` on, up to `at_most`."""
+    """Return an argparse type for numbers of `kind` from `low` to `at_most`."""
     def number(text):
         value = kind(text)
         if not low <= value <= at_most:

@@ -1,12 +1,10 @@
 """Checkpoints in a run's out_dir: saving, retention, loading and resuming; the lock of the directory.
 
-`ckpt_ITERATION.pt` has nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and what else a
-run needs to resume; no state of random generators, because everything random is a function of (seed, iteration).
-Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION`, see sharded.py. Either kind can be resumed by
-any number of ranks, sharded or not. `best.txt` names the checkpoint with the lowest validation loss.
-"""
+`ckpt_ITERATION.pt` has nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and the rest that
+a resume needs. It holds no random generators, because all random numbers are functions of (seed, iteration). A sharded
+model's checkpoint is a directory `ckpt_ITERATION`, see sharded.py. Any number of ranks can resume from either kind,
+sharded or not. `best.txt` names the checkpoint with the lowest validation loss."""
 
-import contextlib
 import pickle
 import re
 import shutil
@@ -23,11 +21,9 @@ REQUIRED = 'model', 'model_args', 'iter_num', 'config'
 
 
 def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
-    """Save a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards. Return its path;
-    None, with a warning, when the file system fails (a full disk). Collective: every rank must call it.
-
-    `state` has all but `model` and `optimizer`, as plain values. Of the checkpoints up to this one the `keep` newest
-    and the best stay."""
+    """Save a run as the checkpoint of state['iter_num'], and remove older ones, see `prune`. Rank 0 writes one file, or
+    all ranks their shards. Return the path; warn and return None if the file system fails, as on a full disk.
+    Collective: every rank must call it. `state` has plain values, all but `model` and `optimizer`."""
     world.reshard(model)
     with world.exit_together():
         saved_optimizer, shards = optimizer_state.to_save(optimizer, parameter_names(model), world.sharded)
@@ -53,11 +49,12 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
 
 
 def parameter_names(model):
-    """Return {parameter: name}, of several names the first."""
+    """Return {parameter: name}, the first name of a tied one."""
     return {p: name for name, p in model.named_parameters()}
 
 
 def name_best(path):
+    """Make `path` the best checkpoint."""
     with atomic_write(path.with_name('best.txt'), 'w', sync=True) as f:
         f.write(f'{path.name}\n')
 
@@ -67,8 +64,7 @@ def prune(out_dir, iteration, keep):
     best = best_path(out_dir)
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
         if old != best:
-            with contextlib.suppress(OSError):  # another process reads it on NFS; the next save tries again
-                remove(old)
+            remove(old)
 
 
 def remove(path):
@@ -84,7 +80,7 @@ def is_shards(path):
 
 
 def path_of(out_dir, iteration):
-    """Return the path of the checkpoint of `iteration`, a directory if there is one."""
+    """Return the path of the checkpoint of `iteration`: the directory if there is one."""
     directory = Path(out_dir) / f'ckpt_{iteration:08d}'
     return directory if is_shards(directory) else directory.with_suffix('.pt')
 
@@ -108,38 +104,38 @@ def checkpoints(out_dir):
 
 
 def exists(path):
-    """Return whether `load_checkpoint` would take `path` for a checkpoint, or for an out_dir that holds some."""
+    """Return whether `path` can be an argument of `load_checkpoint`: a checkpoint or an out_dir with some."""
     path = Path(path)
     return path.is_file() or is_shards(path) or bool(checkpoints(path)) or path.name == 'best.pt'
 
 
 def model_seed(state):
-    """Return the seed of the constructor of a checkpoint's model, for what it draws and no checkpoint holds."""
-    return state.get('model_seed', state['config'].get('seed', 0))  # in older ones, that of the latest resume
+    """Return the seed with which a checkpoint's model was constructed, for random values that it does not hold."""
+    return state.get('model_seed', state['config'].get('seed', 0))  # other programs save no model_seed
 
 
 def load_checkpoint(path, weights=True, check=True):
     """Load the checkpoint at `path`, or the newest readable one of an out_dir; OUT_DIR/best.pt is the best one. Return
-    (path, state), or stop with one line. Of a directory the model is read, unless `weights` is False, and not the
-    optimizer; its files' checksums are compared if `check`."""
+    (path, state), or stop with one line. For shards see `sharded.read_state`."""
     path = Path(path)
     if path.name == 'best.pt' and not path.exists():
         path = best_path(path.parent) or path
     if path.is_dir() and not is_shards(path):
         return load_newest(path, weights)
+    state, reason = {}, ''
     try:
         if path.is_dir():
             from runtime import sharded
-            state, reason = sharded.read_state(path, weights, check), ''
+            state = sharded.read_state(path, weights, check)
         else:
-            state, reason = load_pt(path), ''
+            state = load_pt(path)
     except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
-        state, reason = {}, 'it holds objects that could run code, which no checkpoint does'
-    except Exception as error:  # whatever a damaged or foreign file makes torch raise
-        state, reason = {}, one_line(error)
+        reason = 'it holds objects that could run code, which no checkpoint does'
+    except Exception as error:  # Damaged and foreign files raise errors of many classes.
+        reason = one_line(error)
     if missing := [key for key in REQUIRED if key not in state]:
         raise SystemExit(f'{path}: not a checkpoint of this repository ({reason or f"it has no {missing[0]}"})')
-    if 'train_state' not in state:  # of another program; here the names are the model's own
+    if 'train_state' not in state:  # another program wrote it
         state['model'] = clean_state_dict(state['model'])
     elif 'optimizer' in state and 'shapes' not in state['optimizer']:
         raise SystemExit(f'{path}: a checkpoint from before version 0.2, which only the version that wrote it can read')
@@ -147,8 +143,7 @@ def load_checkpoint(path, weights=True, check=True):
 
 
 def load_newest(out_dir, weights=True):
-    """Load the newest readable checkpoint in `out_dir`, as `load_checkpoint` does, with a warning about newer ones that
-    it skips. SystemExit about the newest where none is readable."""
+    """Load the newest readable checkpoint in `out_dir`, and warn of newer ones. SystemExit if none is readable."""
     problems = []
     for path in checkpoints(out_dir):
         try:
@@ -163,8 +158,8 @@ def load_newest(out_dir, weights=True):
 
 
 def clean_state_dict(weights):
-    """Return another program's weights by the names that they have here: without the prefixes of torch.compile and DDP,
-    and without the mask buffers of nanoGPT (where it has no flash attention) and the official repository."""
+    """Return another program's weights under the names that they have here: without prefixes of torch.compile and DDP,
+    and without the attention masks that nanoGPT and the official repository may save."""
     cleaned = {re.sub(r'^(module\.)+', '', name.replace('_orig_mod.', '')): weight for name, weight in weights.items()}
     return {name: weight for name, weight in cleaned.items()
             if not name.endswith('.attn.masked_bias') and not (name.endswith('.attn.bias') and weight.dim() == 4)}
@@ -175,8 +170,8 @@ def clean_state_dict(weights):
 
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
-    """Make `out_dir` this run's own, unless `read_only`, and load the checkpoint from which the run must or may resume.
-    Return (path, state); (None, None) without one. SystemExit when the run would overwrite checkpoints."""
+    """Lock `out_dir` for this run, unless `read_only`, and load the checkpoint from which the run must or may resume.
+    Return (path, state); (None, None) without one. SystemExit if the run would overwrite checkpoints."""
     out_dir, path, state = Path(out_dir), None, None
     with world.exit_together():
         if world.is_master:
@@ -206,13 +201,13 @@ def claim(out_dir, must_resume, may_resume, read_only):
         return None, None
     path, state = load_newest(out_dir, weights=False)
     if state.get('best') and not read_only:
-        name_best(path)  # best.txt is missing if the run was killed before writing it
+        name_best(path)  # A kill may have come before best.txt was written.
     return path, state
 
 
 def load_tensors(path, state, model, optimizer, scaler):
     """Load the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler, without
-    communication. RuntimeError or ValueError when something does not fit."""
+    communication. RuntimeError or ValueError if something does not fit."""
     if 'optimizer' not in state:
         raise SystemExit(f'{path}: has no state of an optimizer; begin anew with its weights, --init_from={path} and '
                          'another --out_dir')

@@ -16,8 +16,8 @@ from runtime.files import one_line
 # The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
-# (FLOP/s, GB of memory) of one GPU, from data sheets: the dense bf16 or fp16 peak with float32 sums, and the smaller of
-# two memories. The first key in a device's name counts; parts of a device (MIG) and slower namesakes have None.
+# (FLOP/s, GB of memory) of one GPU, from data sheets: the dense bf16 or fp16 peak with float32 sums, and the smallest
+# memory on sale. The first key in a device's name counts; MIG slices and slower variants have None.
 GPUS = {'MIG': None, 'Laptop': None, 'B200': (2250e12, 180), 'H200 NVL': (835e12, 141), 'H200': (989e12, 141),
         'H100 PCIe': (756e12, 80), 'H100 NVL': (835e12, 94), 'H100': (989e12, 80), 'A100': (312e12, 40),
         'L40S': (362e12, 48), 'L4': (121e12, 24), 'A10G': (70e12, 24), 'A5000': (111e12, 24), 'A6000': (155e12, 48),
@@ -26,7 +26,7 @@ GPUS = {'MIG': None, 'Laptop': None, 'B200': (2250e12, 180), 'H200 NVL': (835e12
 
 
 def check_device(device):
-    """Return `device` as a torch.device. SystemExit when it does not work here."""
+    """Return `device` as a torch.device. SystemExit if it does not work here."""
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
@@ -35,7 +35,7 @@ def check_device(device):
 
 
 def device_defaults(device):
-    """Return (backend, dtype and compile for `device`, as a dict; why these, as text)."""
+    """Return (a dict of the default backend, dtype and compile for `device`, the reason as text)."""
     if not device.startswith('cuda'):
         return dict(backend='gloo', dtype='float32', compile=False), f'device {device}'
     dtype, reason = 'bfloat16', f'device {device}'
@@ -47,7 +47,7 @@ def device_defaults(device):
 
 
 def can_compile(device):
-    """Return whether this machine has a compiler (for CUDA of C, else C++) and Python's headers for torch.compile."""
+    """Return whether torch.compile finds Python's headers and a compiler: for CUDA one of C, else of C++."""
     compiler = shutil.which(os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++'))
     if device.startswith('cuda'):
         compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')
@@ -77,7 +77,7 @@ def device_name(device):
 
 
 def peak_memory(device):
-    """Return the peak of memory in bytes: allocated on a GPU, else of this process, without mapped files on Linux."""
+    """Return peak memory in bytes: allocated on a GPU, else of this process, on Linux without mapped files."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     status = Path('/proc/self/status')
@@ -93,7 +93,7 @@ def peak_flops(device):
 
 
 def gpu_named(name):
-    """Return the key of GPUS for a device's name or a part of the key, such as '4090'; None if unknown."""
+    """Return the key of GPUS for a device's name, or for a part of the key, such as '4090'; None if unknown."""
     def contains(text, words):
         return re.search(rf'\b{re.escape(words)}\b', text, re.IGNORECASE)
     return (next((key for key in GPUS if contains(name, key)), None)

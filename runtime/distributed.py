@@ -15,9 +15,9 @@ from runtime.device import check_device
 from runtime.files import one_line_errors
 from runtime.signals import UNDO
 
-TIMEOUT = timedelta(minutes=10)  # of a collective, after which the run ends as hung
-PATIENCE = timedelta(hours=3)  # with a rank that reads or writes files
-# Kept until the process ends: a replica's destructor waits for gloo's threads, which may wait for the interpreter.
+TIMEOUT = timedelta(minutes=10)  # for a collective, after which the run ends as hung
+PATIENCE = timedelta(hours=3)  # for a rank that reads or writes files
+# Replicas live until the process ends, because their destructor can deadlock with gloo's threads.
 _REPLICAS = []
 
 
@@ -35,13 +35,12 @@ def one_message():
 class World:
     """The ranks of this run, from torchrun's environment, and their collectives.
 
-    Attributes: rank, size, is_master (rank 0), device (torch.device of this rank), started (time of the run's start);
-    sharded: whether parameters are spread over the ranks, so that all must take part in every forward.
-    """
+    Attributes: rank, size, is_master (rank 0), device (this rank's), started (the start's time), sharded (whether each
+    rank holds a part of the parameters, so that all ranks must call every forward)."""
 
     def __init__(self, device, backend, parallel='ddp'):
         """Join the process group, until the end of `undo_at_end`. The `device` 'cuda' is the local rank's. `parallel`:
-        every rank holds the model ('ddp'), all together ('fsdp'), or those of each machine together ('hsdp')."""
+        each rank has a replica of the model ('ddp'), or shards, over all ranks ('fsdp') or each machine's ('hsdp')."""
         self.started = time.monotonic()
         self.rank, local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
@@ -56,17 +55,16 @@ class World:
             return
         store = dist.HashStore() if self.size == 1 else next(dist.rendezvous('env://', timeout=TIMEOUT))[0]
         if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
-            # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
+            # torchrun keeps one store for all restarts on a machine, which still has the addresses of dead ranks.
             store = dist.PrefixStore(f'restart {os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)}', store)
         self._store, self._barriers = dist.PrefixStore('barriers', store), 0
-        UNDO.callback(setattr, sys, 'excepthook', sys.excepthook)  # which the process group replaces
+        UNDO.callback(setattr, sys, 'excepthook', sys.excepthook)  # The process group replaces it.
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT,
                                 device_id=self.device if backend == 'nccl' else None)
         UNDO.push(self._leave)
 
     def _leave(self, kind, error, trace):
-        """Leave the process group at the end of a run. After a crash kill this rank instead, so that torchrun ends the
-        others: a normal exit can deadlock."""
+        """Leave the process group at the end of a run. After a crash end the process, as a normal exit can deadlock."""
         if kind and self.size > 1 and not issubclass(kind, SystemExit):
             if re.search('by peer|remote process exited', str(error)):
                 print(f'rank {self.rank}: another rank has ended, or cannot be reached', file=sys.stderr)
@@ -74,25 +72,21 @@ class World:
                 sys.excepthook(kind, error, trace)  # the process group's, which names the rank
             sys.stdout.flush()
             os._exit(1)
-        # The pause lets a gloo thread release the tensor of its last collective. That takes the GIL, which DDP's
-        # destructor would hold while it waits for the thread.
+        # A gloo thread needs the GIL to release its last tensor, and DDP's destructor would hold it while waiting.
         time.sleep(0.2)
         dist.destroy_process_group()
 
     def wrap(self, losses, model, blocks, compile=False, activation_checkpointing=False, compute_dtype=None):
-        """Move `model`, with the same weights on every rank, to the ranks' devices. Return what training calls:
-        `losses`, a module around `model`, perhaps compiled and replicated.
-
-        If the world is sharded, the parameters of `model` become DTensors in place, gathered as `compute_dtype`; build
-        the optimizer afterwards. `blocks`: the modules that are sharded, compiled and checkpointed one by one.
-        """
+        """Move `model`, with the same weights on every rank, to the ranks' devices. Return the module that training
+        calls: `losses`, which wraps `model`, perhaps compiled and replicated. In a sharded world the parameters become
+        DTensors, gathered as `compute_dtype`; build the optimizer afterwards. `blocks` are sharded, compiled and
+        recomputed one by one."""
         if activation_checkpointing:
             from torch.utils.checkpoint import checkpoint
             for block in blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
             if compile:
-                # On a GPU, compiled code draws what its backward pass draws again, the attention's dropout, from
-                # generators of its own, which `seed_all` does not reach.
+                # On a GPU, recomputed dropout in compiled code would use generators that `seed_all` does not seed.
                 from torch._functorch import config
                 config.graphsafe_rng_functionalization = False
         if self.sharded:
@@ -110,17 +104,17 @@ class World:
         return self.reducer
 
     def _shard(self, model, blocks, compile, compute_dtype):
-        """Shard the model by FSDP2: each block is a group of parameters, and all others together are one more."""
+        """Shard the model by FSDP2: each block is a group of parameters, the rest of the model is another."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         shape, names = (self.size,), ('shard',)
         per_node = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-        if self.parallel == 'hsdp' and self.size > per_node:  # on one machine it is fsdp
+        if self.parallel == 'hsdp' and self.size > per_node:  # On one machine it is fsdp.
             shape, names = (self.size // per_node, per_node), ('replicate', 'shard')
-        # Inputs of blocks keep their dtype: the residual stream stays float32.
+        # Inputs of blocks keep their dtype.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False))
-        for block in dict.fromkeys(blocks):  # one may be used in several places
+        for block in blocks:
             if compile:  # inside FSDP's hooks
                 block.forward = torch.compile(block.forward)
             fully_shard(block, **options)
@@ -129,22 +123,21 @@ class World:
         return model
 
     def reshard(self, model):
-        """Free the weights that a forward without a backward pass left gathered; the next update makes them stale."""
+        """Free the weights that a forward without a backward pass has gathered, before an update makes them stale."""
         if self.sharded:
             model.reshard()
 
     def set_gradient_sync(self, last, estimating=False):
-        """Let DDP average gradients over ranks only in an iteration's `last` micro-batch. Shards are reduced in each,
-        because whole gradients would take the memory that sharding saves. HSDP's reduction between machines waits for
-        the last one, unless a second backward pass (`estimating`) would add its gradients to the waiting ones."""
+        """Let DDP average gradients over ranks only in an iteration's `last` micro-batch. Sharded gradients are reduced
+        in each, to save memory. HSDP's reduction between machines also waits for the last one, unless `estimating`,
+        when a second backward pass would add its gradients to the waiting ones."""
         if self.parallel == 'hsdp':
             self.reducer.set_requires_all_reduce(last or estimating)
         elif self.size > 1 and not self.sharded:
             self.reducer.require_backward_grad_sync = last
 
     def check_reduced(self):
-        """RuntimeError on ranks of replicas if a parameter got no gradient in the backward pass, because the other
-        ranks would wait for it."""
+        """RuntimeError on replicas if a parameter got no gradient, for which other ranks would wait."""
         if self.size > 1 and not self.sharded:
             self.reducer._check_reducer_finalized()
 
@@ -153,7 +146,7 @@ class World:
         optimizer.zero_grad(set_to_none=self.size == 1 or self.sharded)
 
     def any(self, *flags):
-        """Return for each of `flags` whether it is true on any rank, as a list."""
+        """Return a list that tells for each of `flags` whether it is true on any rank."""
         if self.size == 1:
             return [bool(flag) for flag in flags]
         return [n > 0 for n in self.sum(torch.tensor([float(flag) for flag in flags], device=self.device)).tolist()]
@@ -170,13 +163,13 @@ class World:
         return tensor
 
     def gather(self, tensor):
-        """Return the (n,) `tensor`s of all ranks as rows, (ranks, n)."""
+        """Return the (n,) `tensor`s of all ranks as the rows of a (ranks, n) tensor."""
         rows = tensor.new_zeros(self.size, len(tensor))
         rows[self.rank] = tensor
         return self.sum(rows)
 
     def barrier(self):
-        """Wait until every rank is here, with PATIENCE: files may take longer than a collective waits."""
+        """Wait for all ranks with PATIENCE, because files may take longer than a collective's TIMEOUT."""
         if self.size == 1:
             return
         self._barriers += 1
@@ -191,8 +184,8 @@ class World:
 
     @contextlib.contextmanager
     def exit_together(self):
-        """Make all ranks exit when SystemExit or OSError is raised on any rank inside; only the first of them prints a
-        message, of an OSError the file and the reason. No collective may be called inside."""
+        """Make all ranks exit if SystemExit or OSError is raised inside on any rank. Only the first such rank prints a
+        message, for an OSError the file and the reason. No collective may be called inside."""
         error = None
         try:
             with one_line_errors():
@@ -213,18 +206,15 @@ def share_buffers(model, args):
 
 def is_sharded(tensor):
     """Return whether `tensor` is a DTensor."""
-    return hasattr(tensor, 'placements')  # to import the class costs half a second
+    return hasattr(tensor, 'placements')  # The class takes half a second to import.
 
 
 def full_tensor(tensor):
-    """Return `tensor`, gathered if it is sharded; then every rank must call this."""
+    """Return `tensor`, gathered if it is sharded. Then every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def ranks_from_environment():
     """Return torchrun's (rank, local rank, number of ranks); (0, 0, 1) without it."""
-    rank, local_rank, size = (int(os.environ.get(key) or default) for key, default in (
-        ('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
-    if rank >= size:
-        raise SystemExit(f'RANK={rank}: must be below WORLD_SIZE={size}; start with torchrun, or unset both')
-    return rank, local_rank, size
+    env = os.environ
+    return int(env.get('RANK', 0)), int(env.get('LOCAL_RANK', 0)), int(env.get('WORLD_SIZE', 1))

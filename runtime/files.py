@@ -1,8 +1,6 @@
-"""Files that are complete or absent, and the code that made them. Imports torch only for .pt files, so that scripts
-that only plot stay light."""
+"""Atomic writes, locks, checksums, code versions, one-line errors. torch is imported late, so plotting starts fast."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -20,8 +18,7 @@ FAILED = 'failed.txt'  # in a run's out_dir: the last message of a run that dive
 
 
 def expanded(path, flag=''):
-    """Return the text `path` with ~ expanded, which a shell leaves in --KEY=~/x. SystemExit, which names the `flag`,
-    for a URL: s3://bucket would become a directory s3: here."""
+    """Expand ~ in the text `path`, which a shell leaves in --KEY=~/x. SystemExit, which names the `flag`, for a URL."""
     if re.match(r'[a-zA-Z][\w+.-]*://', path):
         raise SystemExit(f'{flag}{path}: a URL, not a local path; download or mount it (rclone mount, gcsfuse, s3fs), '
                          'and give the path there')
@@ -35,9 +32,9 @@ def local_path(text):
 
 @contextlib.contextmanager
 def atomic_write(path, mode='wb', sync=False):
-    """Yield an open file ('wb', or 'w' for UTF-8 text) that replaces `path` at the end of the block; an error leaves
-    `path` unchanged. `sync`: also wait until the content, not yet the name, is on the disk."""
-    path = Path(path)  # which several tasks of a sweep may write
+    """Yield an open file ('wb', or 'w' for UTF-8 text) that replaces `path` at the end of the block, unless an error is
+    raised. With `sync` its content, not yet its name, is then on the disk."""
+    path = Path(path)  # Several processes may write it, such as tasks of a sweep.
     partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
     try:
         with partial.open(mode, encoding=None if 'b' in mode else 'utf-8') as f:
@@ -47,13 +44,11 @@ def atomic_write(path, mode='wb', sync=False):
                 os.fsync(f.fileno())
         partial.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # it has its name
-            partial.unlink()
+        partial.unlink(missing_ok=True)
 
 
 def lock(path):
-    """Lock the file `path`, whose directory is made if it is missing, for this process, which it then names. Return it
-    open; closing it ends the lock. SystemExit when another process has it."""
+    """Lock the file `path`. Return it open, because closing it ends the lock. SystemExit if another process has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open('a+', encoding='utf-8')
     try:
@@ -77,7 +72,7 @@ def write_text(path, text):
 
 
 def write_json(path, value):
-    """Replace the file `path` with indented JSON, as `write_text` does. NaN and infinity become null."""
+    """Replace the file `path` by indented JSON. NaN and infinity become null."""
     finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
     write_text(path, json.dumps(finite, indent=1) + '\n')
 
@@ -94,7 +89,7 @@ def save_pt(path, state):
 
 
 def load_pt(path):
-    """Load a .pt file, memory-mapped. Fails unless checksums fit and all it holds are tensors and plain containers."""
+    """Load a .pt file, memory-mapped. Its checksums must fit, and it may hold only tensors and plain containers."""
     import torch
     with zipfile.ZipFile(path) as archive:
         if archive.testzip():
@@ -105,21 +100,16 @@ def load_pt(path):
 def sync_directory(path):
     """Make renames in the directory `path` durable."""
     fd = os.open(path, os.O_RDONLY)
-    try:
+    with contextlib.suppress(OSError):  # Some file systems cannot sync a directory.
         os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot sync a directory
-            raise
-    finally:
-        os.close(fd)
+    os.close(fd)
 
 
 def put_in_place(out_dir):
-    """Give complete directories CHECKPOINT.partial in `out_dir`, which have a state.pt, the checkpoints' names, and
-    remove older ones of these names. A kill leaves this to the call at the next start."""
+    """Rename complete directories CHECKPOINT.partial, which have a state.pt, to CHECKPOINT, also at a run's start."""
     for state in [*Path(out_dir).glob(f'ckpt_{"[0-9]" * 8}*.partial/state.pt')]:
         path = state.parent.with_suffix('')
-        if path.is_dir():  # this iteration's checkpoint from before its evaluation
+        if path.is_dir():  # It was saved before this iteration's evaluation.
             shutil.rmtree(path)
         state.parent.replace(path)
         sync_directory(out_dir)
@@ -135,8 +125,7 @@ def checksum(path):
 
 
 def git_commit():
-    """Return the commit of the repository that tracks this file, with a + if tracked Python files have changed; None
-    without git or one."""
+    """Return the commit of the repository that tracks this file, with a + if Python files have changed; else None."""
     def git(words):
         return subprocess.run(['git', *words.split()], cwd=Path(__file__).parent, capture_output=True, text=True).stdout
     try:
@@ -147,8 +136,7 @@ def git_commit():
 
 
 def code_hashes():
-    """Return {name: hash} of this repository's loaded Python files, tracked or not, and of all in the root and in
-    runtime/, because some of them are loaded late."""
+    """Return {name: hash} of this repository's loaded Python files, and of all in the root and runtime/."""
     root = Path(__file__).resolve().parents[1]
     paths = {Path(module.__file__).resolve() for module in list(sys.modules.values())
              if getattr(module, '__file__', None) and 'site-packages' not in module.__file__}
@@ -159,8 +147,8 @@ def code_hashes():
 
 
 def differing_files(*codes):
-    """Return the names of files that differ between programs, by their `code_hashes`. Only files that at least two
-    programs have loaded are compared. Programs without hashes by file are skipped."""
+    """Return the names of files that differ between programs, by their `code_hashes`. A file counts if at least two
+    programs have loaded it. Programs without hashes by file are skipped."""
     versions = {}
     for code in codes:
         for name, digest in code.items() if isinstance(code, dict) else ():
@@ -174,21 +162,20 @@ def warn(text):
 
 
 def one_line(error):
-    """Return the first 200 characters of an exception's message, all its lines as one; its type if it has none."""
+    """Return up to 200 characters of an exception's message, as one line; without a message its type."""
     return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Turn an OSError inside into a SystemExit with its file and reason; a decorator for the `main` of a script. A
-    character that the terminal cannot show is printed as ?, and a reader that closes the pipe, as head does, ends the
-    script quietly."""
+    """Turn an OSError inside into a SystemExit with its file and reason; a decorator for the `main` of a script. Also
+    print ? for characters that the terminal lacks, and end quietly if a reader, such as head, closes the pipe."""
     if getattr(sys.stdout, 'errors', '') == 'strict':
         sys.stdout.reconfigure(errors='replace')
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's last flush would fail again.
         raise SystemExit(1) from None
     except OSError as error:
         raise SystemExit(f'{error.filename}: {error.strerror}' if error.filename else one_line(error)) from None

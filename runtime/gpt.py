@@ -1,7 +1,4 @@
-"""Any GPT in nanoGPT's style: its config and a checkpoint's, weights, counts, FLOPs, sampling.
-
-These functions work with any model that has nanoGPT's forward and a `config`, a dataclass with nanoGPT's fields.
-"""
+"""Configs, weights, counts, FLOPs and samples of any model with nanoGPT's forward and nanoGPT's fields in `config`."""
 
 import contextlib
 import math
@@ -20,8 +17,8 @@ TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'ml
 
 
 def padded_vocab_size(vocab_size):
-    """Round `vocab_size` up to a multiple of 64, for faster matmuls: 50,257 becomes 50,304. Not below 1,024 ids, where
-    the padding would raise the first losses."""
+    """Round `vocab_size` up to a multiple of 64, for faster matmuls: 50,257 becomes 50,304. Sizes below 1,024 stay,
+    because the padding would raise the first losses."""
     return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
 
 
@@ -32,35 +29,33 @@ def config_of(cls, settings, vocab_size):
 
 
 def default_args(cls):
-    """Return the defaults of the config class `cls`, name → value."""
+    """Return the defaults of the config class `cls`, by name."""
     return {f.name: f.default for f in fields(cls) if f.init and f.default is not MISSING}
 
 
 def arguments(config):
-    """Return the arguments that make a `config`, a dict; its class, or a model, may give it further attributes."""
+    """Return the arguments of a `config`, a dict, without attributes that its class or a model adds."""
     return {f.name: getattr(config, f.name) for f in fields(config) if f.init}
 
 
 def model_args(config):
-    """Return `config` as a checkpoint holds it: nanoGPT's arguments, which nanoGPT reads, and others unless they have
-    their default, so that an argument added later leaves old checkpoints valid."""
+    """Return the arguments of `config` for a checkpoint: nanoGPT's, and others that differ from their default."""
     defaults = default_args(type(config))
     return {key: value for key, value in arguments(config).items()
             if key in NANOGPT_ARGS or key not in defaults or value != defaults[key]}
 
 
 def without_values(cls, config):
-    """Return a model `cls(config)` to count, on the device 'meta' unless its constructor needs values."""
+    """Return a model `cls(config)` for counts, on the device 'meta' unless its constructor needs values."""
     try:
         with torch.device('meta'):
             return cls(config)
-    except Exception:  # whatever a missing value makes it raise; other errors come back
+    except Exception:  # Missing values raise errors of many classes.
         return cls(config)
 
 
 def with_weights(cls, config, weights):
-    """Return a model `cls(config)`, constructed as in training, with the state_dict `weights`. RuntimeError if they do
-    not fit."""
+    """Return a model `cls(config)` with the state_dict `weights`. RuntimeError if they do not fit."""
     model = cls(config)
     model.load_state_dict(weights)
     check_tied(model, weights)
@@ -68,8 +63,8 @@ def with_weights(cls, config, weights):
 
 
 def take_weights(model, weights, rows):
-    """Copy the state_dict `weights` of a smaller vocabulary, or of more positions, into `model`: the embeddings of the
-    first `rows` ids. Return the names of the weights that it keeps. RuntimeError if they do not fit."""
+    """Copy the state_dict `weights` into `model`, which may have a larger vocabulary, of which the first `rows` ids get
+    embeddings, or fewer positions. Return the names of the weights that stay. RuntimeError if they do not fit."""
     own, taken = model.state_dict(), dict(weights)
     for name in {'transformer.wte.weight', 'lm_head.weight', 'lm_head.bias'} & own.keys() & taken.keys():
         taken[name] = torch.cat([taken[name][:rows], own[name][rows:]])
@@ -83,7 +78,7 @@ def take_weights(model, weights, rows):
 
 
 def check_tied(model, weights):
-    """RuntimeError if a parameter of `model`, into which `weights` were loaded, has the values of another of them."""
+    """RuntimeError if `weights`, which were loaded into `model`, have two values for a tied parameter."""
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in weights and not torch.equal(p, weights[name].to(p.dtype)):
             raise RuntimeError(f'{name} is tied to another weight here, not there')
@@ -95,11 +90,9 @@ def num_params(model):
 
 
 def flops_per_token(model):
-    """Return the FLOPs to train on one token, in sequences of block_size, as in Chowdhery et al. (2022) and Table 1.
-
-    6 per weight of a trained matrix (a tied head too, the embeddings' look-ups not, a block once for each place that it
-    has in the model), and 12·n_layer·n_embd·block_size for QKᵀ and AV, as if attention were not causal.
-    """
+    """Return the FLOPs to train on one token, in sequences of block_size, as in Chowdhery et al. (2022) and Table 1: 6
+    per weight of a trained matrix, and 12·n_layer·n_embd·block_size for QKᵀ and AV, as if attention were not causal. A
+    tied head counts, embedding look-ups do not; a block that the model uses n times counts n times."""
     c = model.config
     weights = sum(p.numel() for _, module in model.named_modules(remove_duplicate=False)
                   if not isinstance(module, nn.Embedding)
@@ -109,7 +102,7 @@ def flops_per_token(model):
 
 @contextlib.contextmanager
 def evaluation_mode(model):
-    """Put `model` in evaluation mode and, at the end, its modules back in theirs: a teacher in it may stay there."""
+    """Put `model` in evaluation mode and, at the end, each module back in its mode, which differs for a teacher."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     yield
@@ -119,8 +112,7 @@ def evaluation_mode(model):
 
 @torch.no_grad()
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
-    """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids, until `stop`, a function of the ids so far,
-    returns True; return (B, ≤ T + max_new_tokens). See `sample_next` for the other arguments."""
+    """Continue the rows of `idx` (B, T) by `max_new_tokens` ids, or until stop(ids) is true; see `sample_next`."""
     for _ in range(max_new_tokens):
         logits = model(idx[:, -model.config.block_size:])[0][:, -1]
         idx = torch.cat((idx, sample_next(logits, temperature, top_k, top_p, generator)[:, None]), dim=1)
@@ -130,13 +122,11 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 
 def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """Draw an id from softmax(logits / temperature) for each row of `logits` (B, V); return (B,) int64.
-
-    `top_k` keeps the k likeliest ids; `top_p` then keeps the likeliest whose probabilities first sum to top_p.
-    Temperature 0 takes the likeliest id. `generator`: on the logits' device; default torch's global one.
-    """
+    """Draw an id from softmax(logits / temperature) for each row of `logits` (B, V); return (B,) int64. `top_k` keeps
+    the k likeliest ids; `top_p` then keeps the likeliest whose probabilities first sum to top_p. Temperature 0 takes
+    the likeliest id. `generator` is on the logits' device, by default torch's global one."""
     logits = logits.float()
-    if temperature < 1e-30:  # by which logits would overflow
+    if temperature < 1e-30:  # A division would overflow.
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:

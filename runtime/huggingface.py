@@ -9,9 +9,8 @@ from runtime.files import one_line
 
 
 def load_gpt2(cls, config_class, name, block_size=None, dropout=0.0):
-    """Load the GPT-2 `name`, one of gpt.HUB_MODELS or a folder with config.json and safetensors, as a model `cls` with
-    a config `config_class`. Keeps the first `block_size` positions, by default all. SystemExit if it is not a GPT-2
-    that the model can represent."""
+    """Load the GPT-2 `name`, one of gpt.HUB_MODELS or a folder, as a model `cls` with a config `config_class` and the
+    first `block_size` positions, by default all. SystemExit if the model cannot represent it."""
     theirs = load_transformer(name)
     c, weights = theirs.config, theirs.state_dict()
     supported = dict(activation_function=[*gpt.ACTIVATIONS], n_inner=[None, 4 * c.n_embd], layer_norm_epsilon=[1e-5],
@@ -21,7 +20,7 @@ def load_gpt2(cls, config_class, name, block_size=None, dropout=0.0):
             raise SystemExit(f'{name}: {key} = {getattr(c, key)!r} is not supported; it must be one of {values}')
     if not torch.equal(weights['lm_head.weight'], weights['transformer.wte.weight']):
         raise SystemExit(f'{name}: its output head is not tied to the embeddings, which is not supported')
-    # Hugging Face's GPT-2 always has biases. scripts/export_hf.py sets them to zero for a model without any.
+    # Hugging Face's GPT-2 always has biases. scripts/export_hf.py sets those of a model without biases to zero.
     bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
     weights = {key: w.t().contiguous() if key.endswith(gpt.TRANSPOSED) else w for key, w in weights.items()
                if bias or not key.endswith('.bias')}
@@ -40,7 +39,7 @@ def load_transformer(name):
         source = f'openai-community/{name}' if name in gpt.HUB_MODELS and not Path(name).exists() else name
         model, report = transformers.GPT2LMHeadModel.from_pretrained(source, use_safetensors=True,
                                                                      output_loading_info=True)
-    except Exception as error:  # damaged folders and the network have no common class
+    except Exception as error:  # Damaged folders and the network raise errors of many classes.
         raise SystemExit(f'{name}: transformers (requirements-hf.txt) cannot load it ({one_line(error)})') from None
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
         raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')

@@ -1,4 +1,4 @@
-"""Any optimizer in the training loop: learning rates, clipping, averaged weights, several as one."""
+"""Operations on any optimizer: learning rates, clipping, averaged weights, a combination of several."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ def set_learning_rate(optimizer, lr):
     """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
         rate = lr * group.get('lr_scale', 1.0)
-        if isinstance(group['lr'], torch.Tensor):  # some libraries keep a tensor, and refuse a number
+        if isinstance(group['lr'], torch.Tensor):  # Some libraries keep a tensor, and reject a number.
             group['lr'].fill_(rate)
         else:
             group['lr'] = rate
@@ -26,21 +26,21 @@ def parameters(optimizer):
 
 
 def parts(optimizer):
-    """Return a list of the optimizer and the optimizers that it consists of, see `CombinedOptimizer`."""
+    """Return a list of the optimizer and its parts, if it is a `CombinedOptimizer`."""
     return [optimizer, *(part for one in getattr(optimizer, 'optimizers', []) for part in parts(one))]
 
 
 def averaging(optimizer):
-    """Return the parts that evaluate other weights than they train: schedule-free ones."""
+    """Return the parts that evaluate other weights than they train, such as schedule-free ones."""
     return [part for part in parts(optimizer) if hasattr(part, 'eval') and hasattr(part, 'train')]
 
 
 @contextlib.contextmanager
 def evaluating(optimizer):
-    """Give the model, for evaluation and saving, the weights that the optimizer means to be evaluated, and at the end
-    its training weights, which a checkpoint saved inside has in the optimizer's state."""
+    """Give the model an averaging optimizer's evaluation weights, and at the end its training weights. A checkpoint
+    saved inside has the latter in the optimizer's state."""
     for part in averaging(optimizer):
-        if any(optimizer.state.values()):  # before its first step there is no average
+        if any(optimizer.state.values()):  # Before the first step there is no average.
             for p in parameters(part):
                 optimizer.state[p]['training_weights'] = p.detach().clone()
             part.eval()
@@ -52,7 +52,7 @@ def evaluating(optimizer):
 
 @torch.no_grad()
 def back_to_training(optimizer):
-    """End `evaluating`, also for the state of a checkpoint that was saved during it."""
+    """End `evaluating`, also after a checkpoint that was saved during it is loaded."""
     for part in averaging(optimizer):
         part.train()
         for p in parameters(part):
@@ -64,13 +64,13 @@ def back_to_training(optimizer):
 def global_norm(tensors):
     """Return the ℓ2 norm of all entries of `tensors` together, 0-d, over all ranks for sharded ones."""
     if all(t.device.type == 'cpu' and not is_sharded(t) for t in tensors):
-        # PyTorch adds up the squares of a large tensor in a few float32 sums: up to 1 % off, but not by rows.
+        # PyTorch's float32 sum over a large tensor is up to 1 % off; sums over its rows are not.
         tensors = [torch.linalg.vector_norm(t, dim=-1) for t in tensors]
     return full_tensor(torch.nn.utils.get_total_norm(tensors))
 
 
 def gradients(params):
-    """Return the gradients of `params`, without None, as in modules that this forward did not use."""
+    """Return the gradients of those `params` that have one."""
     return [p.grad for p in params if p.grad is not None]
 
 
@@ -82,8 +82,7 @@ def scale_gradients(params, scale):
 
 @torch.no_grad()
 def clip_gradients(params, max_norm):
-    """Clip the gradients of `params` at the norm `max_norm` (0: no clipping). Return their norm before, a 0-d tensor,
-    over all ranks."""
+    """Clip the gradients of `params` at the norm `max_norm`, unless it is 0. Return their norm before, a 0-d tensor."""
     norm = global_norm(gradients(params))
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
@@ -91,16 +90,15 @@ def clip_gradients(params, max_norm):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several `optimizers` as one, with their param groups in order and their state in its `state`, and the base class
-    of optimizers that wrap others. `owners`: the number of the optimizer that each param group belongs to.
+    """Several `optimizers` as one, with their param groups in order and their state in one `state`. Also the base class
+    of wrappers such as Lookahead, which override `step`, and pass on `update_hessian` and `metrics`.
 
-    A wrapper, such as Lookahead, overrides `step`, and passes on `update_hessian` and `metrics` where its part has
-    these. It keeps all that a resume needs in `state` and `param_groups`, and adds to a parameter's state only after
-    the parts' first step, because many optimizers take a parameter that has any state for one that has theirs.
-    """
+    A wrapper keeps all that a resume needs in `state` and `param_groups`. It adds to a parameter's state only after its
+    parts' first step, because many optimizers initialize their state only if a parameter has none."""
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers
+        # The number of the optimizer that each param group belongs to
         self.owners = [i for i, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
         common = set.intersection(*(set(optimizer.defaults) for optimizer in optimizers))
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups],
@@ -117,12 +115,12 @@ class CombinedOptimizer(torch.optim.Optimizer):
             if isinstance(optimizer, CombinedOptimizer):
                 optimizer.share()
 
-    def __setstate__(self, state):  # the end of load_state_dict
+    def __setstate__(self, state):  # load_state_dict ends with it
         super().__setstate__(state)
         self.share()
 
     def step(self, closure=None):
-        """Step each optimizer in turn. Return the loss of the closure, if there is one."""
+        """Step each optimizer in turn. Return the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""The state of any optimizer as a checkpoint holds it: plain containers, and its way back into an optimizer."""
+"""Any optimizer's state as plain containers for a checkpoint, its restoration, comparisons of states."""
 
 import copy
 
@@ -9,8 +9,8 @@ from runtime.optim import parameters
 
 
 def map_tensors(value, function=lambda name, tensor: tensor, name=''):
-    """Copy nested containers with function(name, tensor) for each tensor, and Python's numbers for NumPy's and enums;
-    `name` is the keys, joined by dots. TypeError at other types, which `load_pt` would reject."""
+    """Copy nested containers, with function(name, tensor) in place of a tensor, whose `name` is its keys joined by
+    dots, and plain values in place of NumPy's numbers and enums. TypeError for types that `load_pt` rejects."""
     if isinstance(value, torch.Tensor):
         return function(name, value)
     if isinstance(value, dict):
@@ -28,7 +28,7 @@ def map_tensors(value, function=lambda name, tensor: tensor, name=''):
 
 
 def leaves(value, name):
-    """Yield (name, value) of all values in nested containers, and of empty containers."""
+    """Yield (name, value) for each value in nested containers, and for each empty container."""
     if isinstance(value, (dict, list, tuple)) and value:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, f'{name}.{key}')
@@ -37,8 +37,7 @@ def leaves(value, name):
 
 
 def first_difference(a, b, name='state'):
-    """Return the first difference of two nested states, as text; '' when they are equal (of DTensors, this rank's
-    shards)."""
+    """Return the first difference between two nested states (in DTensors, of this rank's shards) as text, or ''."""
     a, b = dict(leaves(a, name)), dict(leaves(b, name))
     if a.keys() != b.keys():
         return f'{min(a.keys() ^ b.keys())} is missing'
@@ -46,7 +45,7 @@ def first_difference(a, b, name='state'):
 
 
 def equal(a, b):
-    """Return whether two leaves are equal; NaN equals NaN."""
+    """Return whether two leaves are equal, where NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         a, b = (t.to_local() if is_sharded(t) else t for t in (a, b))
         return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
@@ -54,23 +53,18 @@ def equal(a, b):
 
 
 def record_construction(optimizer):
-    """Keep with `optimizer`, which was just built, a copy of the values of its param groups, for its checkpoints."""
+    """Keep in `optimizer`, which was just built, a copy of its param groups' values, for its checkpoints."""
     optimizer.construction = copy.deepcopy([{key: value for key, value in group.items() if key != 'params'}
                                             for group in optimizer.param_groups])
 
 
 def to_save(optimizer, names, sharded):
-    """Return the state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place
-    the former has tensors on the device 'meta'. Its parameters have `names`, {parameter: name}, not numbers, and it
-    also has their `shapes` and the values with which the groups were `built`.
-
-    SystemExit where no checkpoint could hold it, and, if `sharded`, at tensors that may differ between ranks.
-    """
-    shards, params, state = {}, parameters(optimizer), optimizer.state_dict()
-    if not {'state', 'param_groups'} <= state.keys():
-        raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved (its state_dict has '
-                         f'{", ".join(state)} instead of state and param_groups); use another optimizer')
-    state = dict(renamed(state, dict(enumerate(names[p] for p in params))),
+    """Return (state, shards): the state_dict of `optimizer` in plain containers, and its DTensors by name, replaced in
+    the former by tensors on the device 'meta'. Parameters have names, from `names`, {parameter: name}, not numbers.
+    Added are their `shapes` and the values with which the groups were `built`. SystemExit for values that a checkpoint
+    cannot hold and, if `sharded`, for tensors that may differ between ranks."""
+    shards, params = {}, parameters(optimizer)
+    state = dict(renamed(optimizer.state_dict(), dict(enumerate(names[p] for p in params))),
                  shapes={names[p]: tuple(p.shape) for p in params}, built=optimizer.construction)
 
     def placeholder(name, tensor):
@@ -89,19 +83,19 @@ def to_save(optimizer, names, sharded):
 
 
 def renamed(state, keys):
-    """Return a state_dict with the keys of its parameters replaced as the dict `keys` says."""
+    """Return a state_dict with its parameters' keys replaced by the dict `keys`."""
     return dict(state, state={keys.get(key, key): value for key, value in state['state'].items()},
                 param_groups=[dict(group, params=[keys[key] for key in group['params']])
                               for group in state['param_groups']])
 
 
 def load_optimizer(optimizer, saved, names):
-    """Load the state_dict `saved` into `optimizer`, which was just built. Each parameter gets the state under its name,
-    a group the values of the group that its parameters were in, except where the two were built with other values.
-    ValueError unless the names and shapes of the parameters are the same."""
+    """Load the state_dict `saved` into `optimizer`, which was just built. Each parameter gets the state saved under its
+    name. A group gets its parameters' saved group values, except those with which it was built differently. ValueError
+    unless the parameters have the same names and shapes."""
     params, keys = dict(enumerate(parameters(optimizer))), [names[p] for p in parameters(optimizer)]
     if differing := first_difference(saved['shapes'], {names[p]: tuple(p.shape) for p in params.values()}, 'shapes'):
-        raise ValueError(f'the parameters of the optimizer are others than in the checkpoint ({differing})')
+        raise ValueError(f"the optimizer's parameters are not the checkpoint's ({differing})")
     groups, built = optimizer.state_dict()['param_groups'], map_tensors(optimizer.construction)
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
     for group, built_here in zip(groups, built):
@@ -109,11 +103,11 @@ def load_optimizer(optimizer, saved, names):
         if len(sources) > 1:
             raise ValueError(f'{" and ".join(sources.values())} were in different param groups: was parameter_groups '
                              'edited?')
-        for i in sources:  # none for a group without parameters
+        for i in sources:  # A group without parameters has none.
             built_there = saved['built'][i]
             group |= {key: value for key, value in saved['param_groups'][i].items()
                       if key != 'params' and not first_difference(built_here.get(key), built_there.get(key))}
-    # Sharded before load_state_dict, which moves everything it gets to the parameters' device
+    # Whole tensors are sharded first, because load_state_dict moves all it gets to the parameters' device.
     state = {i: map_tensors(entries, lambda _, tensor, i=i: spread(tensor, params.get(i)))
              for i, entries in renamed(saved, {key: i for i, key in enumerate(keys)})['state'].items()}
     optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
@@ -122,19 +116,19 @@ def load_optimizer(optimizer, saved, names):
 
 
 def as_saved(loaded, saved):
-    """Return the state of a parameter that load_state_dict has `loaded`, with the `saved` dtypes; copied out of the
-    memory-mapped file, whose disk space stays taken while anything refers to it."""
+    """Return a parameter's state, which load_state_dict has `loaded`, with the `saved` dtypes, copied out of the
+    memory-mapped file, because a reference would keep a removed file's disk space."""
     if isinstance(loaded, dict):
         return {key: as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
     if isinstance(loaded, (list, tuple)):
         return type(loaded)(as_saved(*pair) for pair in zip(loaded, saved))
     if is_sharded(saved):
-        return saved  # has memory of its own
+        return saved  # It has memory of its own.
     return saved.to(loaded.device, copy=saved.device.type == 'cpu') if isinstance(saved, torch.Tensor) else loaded
 
 
 def spread(value, like):
-    """Shard a whole tensor of the shape of `like` where `like` is; return anything else unchanged. No communication."""
+    """Shard a whole tensor as `like` is sharded, if it has its shape, without communication; else return `value`."""
     if is_sharded(like) and value.shape == like.shape:
         from torch.distributed.tensor import distribute_tensor
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

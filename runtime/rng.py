@@ -1,8 +1,7 @@
 """Random numbers that are pure functions of (seed, stream, iteration), from the counter-based generator Philox.
 
-They also seed PyTorch's global generators before each use. So a run draws the same numbers with any number of ranks,
-micro-batch and optimizer, and after any interruption, and a checkpoint holds no generator's state.
-"""
+Global generators are seeded from them before each use. So a run draws the same numbers with any number of ranks,
+micro-batch and optimizer, and after any interruption, and checkpoints hold no generator's state."""
 
 import random
 
@@ -19,13 +18,13 @@ def keyed_bits(seed, stream, iteration, n=1):
 
 
 def keyed_generator(seed, stream, iteration, place=0):
-    """Return a NumPy generator for one of the `place`s of an iteration, a pure function of the arguments."""
+    """Return a NumPy generator for an iteration's `place`, such as a sequence, a pure function of the arguments."""
     key = np.array([seed % 2 ** 64, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, place, iteration], dtype=np.uint64)))
 
 
 def keyed_seed(seed, stream, iteration, rank=0):
-    """Return a 63-bit seed for a generator of PyTorch, different on each rank."""
+    """Return a 63-bit seed for a PyTorch generator, another one on each rank."""
     return int(keyed_bits(seed, stream, iteration, rank + 1)[rank] >> 1)
 
 
@@ -37,6 +36,6 @@ def seed_all(seed):
 
 
 def keyed_uniforms(seed, stream, iteration, shape):
-    """Return a float32 tensor of uniform numbers in [0, 1), a pure function of the arguments."""
+    """Return a float32 tensor of uniform random numbers in [0, 1), a pure function of the arguments."""
     bits = keyed_bits(seed, stream, iteration, int(np.prod(shape)))
     return torch.from_numpy(((bits >> np.uint64(40)) * np.float32(2 ** -24)).astype(np.float32).reshape(shape))

@@ -1,4 +1,4 @@
-"""The logs of a run: config.json and metrics.jsonl in its out_dir, its lines on the terminal."""
+"""A run's logs: config.json and metrics.jsonl in its out_dir, lines on the terminal, Weights & Biases."""
 
 import contextlib
 import json
@@ -18,18 +18,17 @@ from runtime.files import git_commit, one_line, warn, write_json, write_text
 
 
 class RunLog:
-    """The reports of a run: metrics.jsonl; its lines on the terminal; Weights & Biases if asked for."""
+    """A writer to metrics.jsonl, the terminal and, with wandb_log, Weights & Biases."""
 
     def __init__(self, out_dir, values, enabled):
-        """Start to report on the run with the settings `values`: to the terminal only if `out_dir` is None, and not at
-        all on ranks where it is not `enabled`."""
+        """Start logs: on the terminal only if `out_dir` is None, and none unless `enabled`. `values`: the settings."""
         self.path = Path(out_dir) / 'metrics.jsonl' if enabled and out_dir else None
         self.values, self.enabled, self.wandb, self.advised = values, enabled, None, False
         if self.path and values.get('wandb_log'):
             self.wandb = self.unless_it_fails(start_wandb, self.path, values)
 
     def record(self, state, line, metrics):
-        """Add the finite `metrics` of iteration state.iter, numbers and lists, to metrics.jsonl; print `line`."""
+        """Add the finite `metrics` of iteration state.iter to metrics.jsonl, and print `line`."""
         if self.path:
             entry = dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **{
                 key: value for key, value in metrics.items() if np.isfinite(value).all()})
@@ -51,17 +50,17 @@ class RunLog:
                 f'{metrics["tokens_per_sec"]:,.0f} tokens/s, ETA {left}')
 
     def print_what_next(self, iteration, best_val_loss, stopped):
-        """Print the result of a finished run and the next commands, or how to resume a `stopped` one."""
+        """Print a finished run's result and the next commands, or how to resume a `stopped` one."""
         out_dir, quoted = self.values['out_dir'], shlex.quote(self.values['out_dir'])
         if not stopped:
             self.print(f'done: lowest val loss {best_val_loss:.4f}; checkpoints and metrics.jsonl are in {out_dir}')
             self.print(f'next: python scripts/sample.py {quoted}, python scripts/plot.py {quoted}')
-        elif iteration > 0:  # it has saved
+        elif iteration > 0:  # It has saved.
             flag = '' if self.values['auto_resume'] else ' with --auto_resume=True'
             self.print(f'the same command{flag} resumes it')
 
     def note_end(self, iteration, reason):
-        """Say in config.json that the run is finished before its last iteration."""
+        """Record in config.json that the run has ended before its last iteration."""
         if self.path:
             path = self.path.with_name('config.json')
             about = json.loads(path.read_text(encoding='utf-8'))
@@ -73,8 +72,7 @@ class RunLog:
             self.unless_it_fails(self.wandb.finish)
 
     def unless_it_fails(self, call, *args):
-        """Call Weights & Biases. Its failure, such as the end of its process or a missing key, is a warning, and the
-        run goes on without it."""
+        """Call Weights & Biases. If it fails, for want of a key or a network, warn and go on without it."""
         try:
             return call(*args)
         except Exception as error:
@@ -84,8 +82,8 @@ class RunLog:
 
 
 def start_wandb(path, values):
-    """Start a run in Weights & Biases, or continue the one in wandb_id.txt next to metrics.jsonl, `path`, and send what
-    a killed process had not sent; offline all, because `wandb sync` replaces the run. The x-axis is the iteration,
+    """Start a run in Weights & Biases, or continue that in wandb_id.txt next to metrics.jsonl, `path`, and send lines
+    that a killed process has not sent: offline all, because `wandb sync` replaces the run. The x-axis is the iteration,
     because wandb's step must never fall, and resumed runs repeat iterations."""
     from wandb import init
     id_path = path.with_name('wandb_id.txt')
@@ -96,9 +94,9 @@ def start_wandb(path, values):
     run.define_metric('iter')
     run.define_metric('*', step_metric='iter')
     if run_id and path.is_file():
-        received = run.summary.get('iter', -1)  # before `log` changes it
+        received = run.summary.get('iter', -1)  # `log` changes it.
         for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
-            if entry['iter'] >= received:  # of its two lines perhaps only one arrived
+            if entry['iter'] >= received:  # An iteration has up to two lines, of which one may have arrived.
                 run.log(entry)
     return run
 
@@ -106,16 +104,15 @@ def start_wandb(path, values):
 def describe_run(out_dir, values, sources, **more):
     """Write config.json: settings, their sources, command, versions, machine, commit and `more`."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
-    for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # whose defaults matter to a run
-        with contextlib.suppress(metadata.PackageNotFoundError):  # a copy that is not installed
-            versions[name] = metadata.version(name)
+    for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # Their defaults matter to a run.
+        versions[name] = metadata.version(name)
     write_json(Path(out_dir) / 'config.json', dict(
         config=values, provenance=sources, command=[Path(sys.executable).name, *sys.argv], **more, versions=versions,
         machine=machine(), git_commit=git_commit()))
 
 
 def machine():
-    """Return a dict of this machine: cpu and gpu (model names; gpu None without CUDA), usable cores, threads."""
+    """Describe this machine in a dict: cpu and gpu (model names, gpu None without CUDA), usable cores, threads."""
     info = Path('/proc/cpuinfo')
     model = re.search(r'model name\s*: (.*)', info.read_text(encoding='utf-8')) if info.is_file() else None
     return dict(cpu=model[1] if model else platform.processor() or platform.machine(),
@@ -125,7 +122,7 @@ def machine():
 
 
 def append_line(path, line):
-    """Append `line` to the file `path`, whole or not at all; warn when that fails."""
+    """Append `line` to the file `path`, whole or not at all. Warn if that fails."""
     size = None
     try:
         with path.open('ab') as f:
@@ -139,8 +136,8 @@ def append_line(path, line):
 
 
 def rewind_log(path, iteration, last_eval_iter):
-    """Remove from a metrics.jsonl torn lines, and lines that a run resumed at `iteration` will write again, but for
-    the evaluation at `last_eval_iter`, which precedes that iteration's update."""
+    """Remove from a metrics.jsonl torn lines, and lines that a run resumed at `iteration` will write again. It does not
+    repeat that iteration's evaluation if it was the latest, at `last_eval_iter`."""
     kept = []
     for line in path.read_bytes().split(b'\n') if path.is_file() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -148,4 +145,4 @@ def rewind_log(path, iteration, last_eval_iter):
             evaluation = any(key.startswith('val/') for key in entry)
             if entry['iter'] < iteration or (evaluation and entry['iter'] == iteration == last_eval_iter):
                 kept.append(f'{text}\n')
-    write_text(path.resolve(), ''.join(kept))  # a link stays one
+    write_text(path, ''.join(kept))

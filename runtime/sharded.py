@@ -1,8 +1,7 @@
 """Checkpoints of sharded models: a directory to which every rank writes its part.
 
-Tensors are saved by torch.distributed.checkpoint (DCP), all else is in state.pt. Unlike DCP, this module reads metadata
-without running code. A weight with two names is written once, and every file has a checksum.
-"""
+torch.distributed.checkpoint (DCP) saves the tensors, a tied weight once, and state.pt holds the rest, with a checksum
+of every file. Unlike DCP, this module reads metadata without running code."""
 
 import functools
 import pickle
@@ -19,30 +18,32 @@ from torch.distributed.tensor import DTensor, Replicate, zeros
 from runtime.files import checksum, load_pt, one_line, put_in_place, save_pt
 from runtime.optimizer_state import map_tensors
 
-NO_FILE = -1  # in place of the checksum of a rank that had no tensors to write
+NO_FILE = -1  # the checksum of a rank that has no tensors to write
 
 
 def model_tensors(model):
-    """Return the weights and buffers of a model as model.NAME, each once."""
+    """Return a model's weights and buffers, a tied one once, as a dict with keys model.NAME."""
     further_names = tied(model)
     return {f'model.{name}': tensor for name, tensor in model.state_dict().items() if name not in further_names}
 
 
 def tied(model):
-    """Return the further names of parameters that have several, and the first one of each."""
+    """Return {further name: first name} of tied parameters."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
 
 
 def write(world, path, model, state, shards):
     """Write the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
-    `path`. It has another name until it is complete; its last file is state.pt, which also holds the checksums.
-    Collective: every rank must call it. OSError when the file system fails, on rank 0 at least."""
+    `path`. It has another name until state.pt, its last file, is complete. Collective: every rank must call it. OSError
+    if the file system fails, on rank 0 at least."""
     partial = path.with_suffix('.partial')
     if world.is_master:
         shutil.rmtree(partial, ignore_errors=True)
+    writer = dcp.FileSystemWriter(partial)
+    writer.storage_meta = lambda: None  # It would hold a Path, which `MetadataUnpickler` rejects.
     try:
-        dcp.save(model_tensors(model) | shards, storage_writer=ShardWriter(partial))
+        dcp.save(model_tensors(model) | shards, storage_writer=writer)
     except CheckpointException as error:  # the same on all ranks
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or one_line(cause)}') from None
@@ -56,16 +57,9 @@ def write(world, path, model, state, shards):
         put_in_place(path.parent)
 
 
-class ShardWriter(dcp.FileSystemWriter):
-    """Writes shards without recording the directory's path."""
-
-    def storage_meta(self):
-        return None
-
-
 def read_state(path, weights=True, check=True):
-    """Read the state of the directory `path`, its model as whole tensors unless `weights` is False; its 'optimizer' is
-    for `read_optimizer`. Raise ValueError when, with `check`, a file does not fit its checksum."""
+    """Read the state of the directory `path`: its model as whole tensors, or not if `weights` is False; its optimizer
+    without tensors, see `read_optimizer`. With `check`, raise ValueError if a file does not fit its checksum."""
     state = load_pt(path / 'state.pt')
     files, also = state.pop('files'), state.pop('tied')
     for name, crc in files.items():
@@ -83,15 +77,15 @@ def read_state(path, weights=True, check=True):
 
 
 def read_optimizer(path, saved, params):
-    """Return the optimizer's state_dict `saved` with tensors on the device 'meta' read from the directory `path`: as
-    DTensors where the parameter in `params`, {key: parameter}, is one, else whole."""
+    """Return the optimizer's state_dict `saved`, with tensors from the directory `path` in place of those on the device
+    'meta': DTensors if the parameter in `params`, {key: parameter}, is one, else whole ones."""
     targets = {}
 
     def target(like, name, tensor):
         if tensor.is_meta and isinstance(like, DTensor):
             placements = like.placements if tensor.shape == like.shape else [Replicate()] * like.device_mesh.ndim
             targets[name] = zeros(tensor.shape, dtype=tensor.dtype, device_mesh=like.device_mesh, placements=placements)
-        elif tensor.is_meta:  # load_state_dict moves it to where the optimizer wants it
+        elif tensor.is_meta:  # load_state_dict moves it to the optimizer's device.
             targets[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return targets.get(name, tensor)
 
@@ -103,16 +97,16 @@ def read_optimizer(path, saved, params):
 
 def load_into(tensors, path):
     """Fill `tensors`, by their names, from the directory `path`, without communication."""
-    with warnings.catch_warnings():  # the remark that there is no process group
+    with warnings.catch_warnings():  # DCP warns that there is no process group.
         warnings.simplefilter('ignore')
         dcp.load(tensors, storage_reader=ShardReader(path), no_dist=True)
 
 
 class ShardReader(dcp.FileSystemReader):
-    """A safe reader: it loads tensors and their metadata only."""
+    """A safe reader, which loads only tensors and their metadata."""
 
     def read_metadata(self, *args, **kwargs):
-        """Read the metadata, or raise UnpicklingError when it is about anything but tensors."""
+        """Read the metadata, or raise UnpicklingError if it describes anything but tensors."""
         with (Path(self.path) / '.metadata').open('rb') as f:
             metadata = MetadataUnpickler(f).load()
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -120,7 +114,7 @@ class ShardReader(dcp.FileSystemReader):
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles the metadata of tensors, and nothing else."""
+    """An unpickler of the metadata of tensors, and of nothing else."""
 
     ALLOWED = {
         'torch.distributed.checkpoint.metadata': {

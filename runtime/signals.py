@@ -1,5 +1,4 @@
-"""Early ends of a run (exit codes, signals, the time limit), what its process must undo at the end, and output streams
-whose failures do not end it."""
+"""Exit codes, signals and the time limit, the clean-up of a process, output streams whose failures do not end a run."""
 
 import contextlib
 import os
@@ -10,7 +9,7 @@ import time
 # Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
 LISTENED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-UNDO = contextlib.ExitStack()  # the lock and the process group of the run in this process
+UNDO = contextlib.ExitStack()  # ends this process's lock and process group
 
 
 class SafeStream:
@@ -18,7 +17,7 @@ class SafeStream:
 
     def __init__(self, stream):
         self.stream = stream
-        if hasattr(stream, 'reconfigure'):  # a notebook's has not
+        if hasattr(stream, 'reconfigure'):  # A notebook's stream lacks it.
             stream.reconfigure(errors='backslashreplace')
 
     def __getattr__(self, name):
@@ -35,34 +34,29 @@ class SafeStream:
 
 
 def protect_streams():
-    """Wrap stdout and stderr in a `SafeStream` each. Closed standard descriptors (`>&-`) become /dev/null: a checkpoint
-    that got one would receive what libraries print."""
-    while os.open(os.devnull, os.O_RDWR) <= 2:
-        pass
-    sys.stdout, sys.stderr = (stream and SafeStream(stream) for stream in (sys.stdout, sys.stderr))
+    """Make stdout and stderr a `SafeStream` each."""
+    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
 
 
 @contextlib.contextmanager
 def undo_at_end():
-    """Undo, at the end of a context or a decorated function, what a run changes in its process, so that it can train
-    again: signal handlers, and what is in UNDO."""
+    """Restore signal handlers and empty UNDO at the end of a context or function: the process may train again."""
     before = {number: signal.getsignal(number) for number in LISTENED}
     try:
         with UNDO:
             yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: of a library in C
+            if handler is not None:  # A handler in C cannot be restored.
                 signal.signal(number, handler)
 
 
 class StopSignals:
-    """Requests to stop (SIGTERM, SIGINT, SIGHUP, max_hours since the start; 0: no limit) or to save (SIGUSR1), which
+    """Requests to stop (SIGTERM, SIGINT, SIGHUP, `max_hours` after the start, 0 = no limit) or to save (SIGUSR1), which
     the ranks exchange once an iteration, so that all act in the same one. A second signal to stop ends the process.
 
-    Attributes: reason (this rank's first signal, 'max_hours' or the reason of `end`); stopping, whether the ranks have
-    agreed to stop; finished, whether the run cannot be resumed; save, whether this rank is yet to save.
-    """
+    Attributes: reason (this rank's first signal, 'max_hours', or the reason given to `end`), stopping (the ranks have
+    agreed to stop), finished (`end` was called), save (this rank was asked to save)."""
 
     def __init__(self, world, max_hours=0.0):
         self.world, self.deadline = world, world.started + 3600 * (max_hours or float('inf'))
@@ -76,19 +70,19 @@ class StopSignals:
         now = time.monotonic()
         if number == signal.SIGUSR1:
             self.save = True
-        elif not self.received_at:  # the first one, even if the run already stops for another reason
+        elif not self.received_at:
             name, self.received_at = signal.Signals(number).name, now
             self.reason = self.reason or name
-            if self.world.is_master:  # by the system call, because the signal may have interrupted a print
+            if self.world.is_master:  # A print could be the code that the signal has interrupted.
                 with contextlib.suppress(OSError):
                     os.write(2, f'{name}: stopping after this iteration; Ctrl-C again ends it now\n'.encode())
-        # torchrun sends its ranks a signal again that they all had; `timeout` sends it to the process and to its group.
+        # torchrun repeats a signal that its ranks have already got; `timeout` signals the process and its group.
         elif now > self.received_at + (2 if 'TORCHELASTIC_RUN_ID' in os.environ else 0.2):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def end(self, reason):
-        """End the run as finished, by early stopping for example. Every rank must call it in the same iteration."""
+        """End the run as finished, as in early stopping. Every rank must call it in the same iteration."""
         self.reason, self.finished, self.stopping = reason, True, True
 
     def exchange(self):

@@ -1,4 +1,4 @@
-"""Metrics of a run's speed: step_ms, hessian_ms, tokens_per_sec, mfu and memory_gb."""
+"""Speed metrics: step_ms, hessian_ms, tokens_per_sec, mfu, memory_gb."""
 
 import statistics
 from collections import deque
@@ -7,7 +7,7 @@ from runtime.device import peak_flops, peak_memory
 
 
 class Speed:
-    """Times of the iterations since the last metrics, and of the latest 50 with and without a Hessian estimate."""
+    """Times of the iterations since the last metrics, and of the latest 50 with and 50 without a Hessian estimate."""
 
     def __init__(self, flops_per_token, world):
         self.flops_per_token, self.device = flops_per_token, world.device
@@ -16,7 +16,7 @@ class Speed:
         self.recent = {estimated: deque(maxlen=50) for estimated in (True, False)}
 
     def add(self, seconds, tokens, estimated):
-        """Count an iteration on `tokens` tokens, over all devices."""
+        """Count an iteration of `tokens` tokens, over all devices."""
         self.since_metrics.append(seconds)
         self.tokens += tokens
         self.recent[estimated].append(seconds)

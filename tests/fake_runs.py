@@ -1,4 +1,4 @@
-"""Runs for the tests of scripts that read them: a metrics.jsonl and a config.json, without training."""
+"""Runs without training, for tests of scripts that read runs: a metrics.jsonl and a config.json."""
 
 import csv
 import json
@@ -7,26 +7,24 @@ from pathlib import Path
 import train
 from optimizers import hessian_flops_per_token
 
-# A run's arguments, and the number of parameters of the GPT that they describe (256 ids): embeddings of tokens and
-# positions, 12 d² and two norms per layer, the last norm.
+# A run's arguments, and the parameter count of its GPT: embeddings of 256 ids and 16 positions, 12 d² and two norms per
+# layer, the last norm.
 SHAPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=16', '--total_batch_size=4',
          '--batch_size=2', '--warmup_iters=2', '--device=cpu', '--dataset=somewhere']
 PARAMETERS = 256 * 32 + 16 * 32 + 2 * (12 * 32 ** 2 + 2 * 32) + 32
 
-# FLOPs of a token, 6 × (12·L·d² + d·V) + 12·L·d·T, and of an iteration's 64 tokens, without a Hessian
+# FLOPs for a token, 6 × (12·L·d² + d·V) + 12·L·d·T, and for an iteration's 64 tokens, without a Hessian
 FLOPS_PER_TOKEN = 6 * (12 * 2 * 32 ** 2 + 32 * 256) + 12 * 2 * 32 * 16
 GRADIENT_FLOPS = 64 * FLOPS_PER_TOKEN
 
 
 def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes=None, machine=None, code=None,
              **metrics):
-    """Writes the run that train.py leaves with the arguments SHAPE + argv. Returns its directory.
+    """Write the files of a run of train.py with the arguments SHAPE + argv. Return its directory.
 
-    Args:
-        val_loss: the validation loss at the end; it falls from 5.0 on a straight line.
-        end: the iteration it got to, default max_iters.
-        data, changes, machine, code: entries of config.json; `changes` are of settings changed at a resume.
-        metrics: further keys of every training line, a value or a function of the iteration.
+    The validation loss falls from 5.0 on a straight line to `val_loss`. The run has reached the iteration `end`, by
+    default max_iters. data, changes, machine, code: entries of config.json. metrics: further keys of training lines, a
+    value or a function of the iteration.
     """
     out_dir = Path(out_dir)
     c = train.resolve([*SHAPE, *argv, f'--out_dir={out_dir}'])
@@ -51,20 +49,20 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes
 
 
 def make(directory, optimizer, T, loss, lr=1e-3, seed=1, **options):
-    """A `fake_run` of T iterations in a directory of its own below `directory`; further options as there."""
+    """Write a `fake_run` of T iterations in a new directory below `directory`."""
     argv = [f'--optimizer_name={optimizer}', f'--max_iters={T}', f'--learning_rate={lr}', f'--seed={seed}',
             *options.pop('argv', [])]
     return fake_run(directory / f'{optimizer}-{T}-{lr}-{seed}-{len(list(directory.glob("*")))}', loss, argv, **options)
 
 
 def edit(run, change):
-    """Lets `change` edit the contents of a run's config.json, a dict."""
+    """Let `change` edit the contents of a run's config.json, a dict."""
     about = json.loads((run / 'config.json').read_text())
     change(about)
     (run / 'config.json').write_text(json.dumps(about))
 
 
 def rows_of(path):
-    """The rows of a CSV file, dicts."""
+    """Return the rows of a CSV file as dicts."""
     with Path(path).open() as f:
         return list(csv.DictReader(f))

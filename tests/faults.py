@@ -1,13 +1,13 @@
-"""train.py with faults, and scripts in processes that start within milliseconds.
+"""Run train.py with faults: CODE plans them by the functions below.
 
-  python tests/faults.py CODE FLAGS…     runs CODE, which plans faults by the functions below, and then train.py FLAGS
+  python tests/faults.py CODE FLAGS…
 
-`fork` does the same in forked processes, which share an import of PyTorch.
+`fork` does the same with any script in forked processes, which share an import of PyTorch.
 """
 
 import atexit
 import collections
-import gc  # noqa: F401 - for CODE, like others below
+import gc  # noqa: F401 - for CODE, as others below
 import inspect  # noqa: F401
 import itertools
 import multiprocessing
@@ -33,28 +33,28 @@ from runtime import checkpoint  # noqa: E402, F401
 
 Done = collections.namedtuple('Done', 'code out err')
 PLANNED = []  # (iteration, rank, action)
-FACTORS = []  # of the next losses
+FACTORS = []  # for the next losses
 
 
 def at(iteration, action, rank=0):
-    """Has `rank` call `action` before the gradients of `iteration`."""
+    """Make `rank` call `action` before the gradients of `iteration`."""
     PLANNED.append((iteration, rank, action))
 
 
 def kill(number):
-    """An action: the signal, for this process."""
+    """Return an action that sends this process a signal."""
     return lambda: os.kill(os.getpid(), number)
 
 
 def spoil(factor):
-    """An action: the loss of the next micro-batch is multiplied by `factor`."""
+    """Return an action that multiplies the next micro-batch's loss by `factor`."""
     return lambda: FACTORS.append(factor)
 
 
 def inject():
-    """Makes the loader and the model of this process carry out what is planned."""
+    """Make this process's loader and model carry out the planned faults."""
     advance, forward = loader.TrainLoader.__next__, model.GPT.forward
-    factors = FACTORS  # compiled code cannot find a global of this module once the script is `__main__`
+    factors = FACTORS  # Compiled code does not find this module's globals once the script is `__main__`.
 
     def faulty(self):
         for iteration, rank, action in PLANNED:
@@ -70,10 +70,10 @@ def inject():
 
 
 def run(code, script, argv):
-    """Runs CODE and then the script, as `python SCRIPT ARGV…` would."""
+    """Run CODE and then the script, as `python SCRIPT ARGV…` would."""
     sys.argv = [str(script), *argv]
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, or the CI's shell, may have it ignored
-    sys.stdout.reconfigure(line_buffering=True)  # a process that a signal ends leaves what it has printed
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup or the CI's shell may ignore it.
+    sys.stdout.reconfigure(line_buffering=True)  # A signal must not lose printed lines.
     inject()
     exec(code, globals())
     runpy.run_path(str(script), run_name='__main__')
@@ -84,8 +84,8 @@ PRELOAD = ['faults', 'pytest', 'tqdm', 'torch._dynamo', 'torch.distributed.fsdp'
 
 
 def begin(script, argv, out, err, faults='', **environment):
-    """Starts a script of the repository in a forked process, with the CODE `faults`; its output is added to the files
-    `out` and `err`. Returns the multiprocessing.Process."""
+    """Start a script of the repository with the CODE `faults` in a forked process, which adds its output to the files
+    `out` and `err`. Return the multiprocessing.Process."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=f'{ROOT}/tests'):
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(PRELOAD)
@@ -97,9 +97,9 @@ def begin(script, argv, out, err, faults='', **environment):
 
 
 def fork(script, *argv, logs, seconds, faults='', ranks=1, machines=1):
-    """Runs a script of the repository in `ranks` forked processes, without torchrun, on as if several `machines`, each
-    for at most `seconds`, with the CODE `faults` and with its output in the directory `logs`. Returns Done: the first
-    exit code that is not 0 (-n after signal n; None when a process hung), and the output of one after the other."""
+    """Run a script of the repository with the CODE `faults` in `ranks` forked processes, as if on several `machines`,
+    without torchrun, for at most `seconds`, with output to the directory `logs`. Return Done: the first exit code that
+    is not 0 (-n after signal n, None if a process hung), and the processes' output in order."""
     paths = [Path(logs) / f'{next(LOGS)}' for _ in range(ranks)]
     processes, environment = [], {}
     if ranks > 1:
@@ -122,7 +122,7 @@ def fork(script, *argv, logs, seconds, faults='', ranks=1, machines=1):
 
 
 def forked(code, script, argv, out, err, environment):
-    """The body of a forked process; ends it as Python would."""
+    """Run `run` in a forked process, and end the process as Python would."""
     for descriptor, path in (1, out), (2, err):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()

@@ -1,11 +1,11 @@
-"""Random valid settings, each trained once straight and once with faults: both runs must end alike, bit for bit.
+"""Train random valid settings once without and once with faults: both runs must end alike, bit for bit.
 
   python tests/soak.py --minutes 30
   python tests/soak.py --seed 17 --minutes 0             one run, whose settings and faults are drawn from seed 17
 
 Faults are signals, kill -9 in an iteration or at a random operation of the file system, the time limit, and damage to
-the newest checkpoint. Each run is train.py as a process, of seconds on one CPU core. Compared are parameters, optimizer
-state, everything else in the last and the best checkpoint, and metrics.jsonl except for times.
+the newest checkpoint. Each run is train.py as a process, of seconds on one CPU core. The last and the best checkpoint
+are compared, and metrics.jsonl except for times.
 """
 
 import functools
@@ -19,8 +19,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-from conftest import HANG, write_bins
+from conftest import HANG, learnable
 from faults import fork
 
 import optimizers
@@ -34,7 +33,7 @@ from runtime.signals import NOT_FINITE, STOPPED
 
 LIBRARY = [f'torch:{name}' for name in ('Adafactor', 'Adagrad', 'ASGD', 'NAdam', 'RAdam', 'RMSprop', 'SGD')] + [
     'schedulefree:AdamWScheduleFree', 'pytorch_optimizer:AdEMAMix']
-MEASURED = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}  # another value in each process
+MEASURED = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}  # They differ between processes.
 KILL_AT_FILE_OPERATION = """
 import itertools
 def killing(call, calls=itertools.count()):
@@ -49,7 +48,7 @@ for name in ('fsync', 'rename', 'replace', 'symlink', 'unlink'):
 
 
 def settings(rng):
-    """Valid settings of a run of seconds on one CPU, drawn from the random.Random `rng`."""
+    """Draw valid settings of a run of seconds on one CPU from the random.Random `rng`."""
     name = rng.choice([name for name in (*optimizers.OPTIMIZERS, *LIBRARY) if find_spec(
         optimizers.row(name).library.partition(':')[0] or 'torch')])
     row, iters, heads, total = optimizers.row(name), rng.randint(2, 12), rng.choice((1, 2, 4)), rng.randint(1, 8)
@@ -79,7 +78,7 @@ def settings(rng):
 
 
 def interruptions(rng, iterations):
-    """Up to three times (expected exit code, CODE for faults.py, flags) by which a run of this length ends."""
+    """Draw up to three interruptions of a run of this length: (expected exit code, CODE for faults.py, flags)."""
     found = []
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(iterations)
@@ -93,7 +92,7 @@ def interruptions(rng, iterations):
 
 
 def damage(rng, out_dir):
-    """Cuts off a file of the newest checkpoint or flips one of its bits, unless it is the only one."""
+    """Cut off a file of the newest checkpoint or flip one of its bits, unless it is the only checkpoint."""
     newest, *older = checkpoint.checkpoints(out_dir)
     if not older:
         return
@@ -104,10 +103,8 @@ def damage(rng, out_dir):
 
 
 def attempt(rng, directory, train):
-    """Trains with random settings without faults and with them. Returns '', or how the second run differs.
-
-    train: function of (out_dir, *flags, faults=) that runs train.py and returns faults.Done.
-    """
+    """Train with random settings without faults and with them. Return '', or the difference of the second run.
+    train(out_dir, *flags, faults=) runs train.py and returns faults.Done."""
     s = settings(rng)
     flags, plain, broken = [f'--{key}={value}' for key, value in s.items()], directory / 'plain', directory / 'broken'
     about = f'{" ".join(flags)}: '
@@ -117,7 +114,7 @@ def attempt(rng, directory, train):
     for expected, faults, more in interruptions(rng, s['max_iters']):
         ended, _, err = train(broken, *flags, *more, faults=faults)
         about += f'{more or faults.strip()} -> {ended}; '
-        if ended not in (expected, code):  # the latter where the run does not come to the fault
+        if ended not in (expected, code):  # `code` if the run ends before the fault
             return f'{about}expected {expected}\n{err}'
         if rng.random() < 0.3 and checkpoint.checkpoints(broken):
             damage(rng, broken)
@@ -133,12 +130,12 @@ def attempt(rng, directory, train):
 
 
 def compare(a, b):
-    """The first difference between two finished runs, '' when they are equal bit for bit."""
+    """Return the first difference between two finished runs, '' if they are equal bit for bit."""
     return first_difference(contents(a), contents(b), 'run')
 
 
 def contents(out_dir):
-    """Everything that two equal runs share: the last checkpoint, the best one, metrics.jsonl without times."""
+    """Return the contents that equal runs share: the last checkpoint, the best one, metrics.jsonl without times."""
     found = {'metrics.jsonl': [{key: value for key, value in json.loads(line).items() if key not in MEASURED}
                                for line in (out_dir / 'metrics.jsonl').read_text().splitlines()]}
     for name, path in dict(last=checkpoint.checkpoints(out_dir)[0], best=checkpoint.best_path(out_dir)).items():
@@ -147,11 +144,11 @@ def contents(out_dir):
             if path.is_dir():
                 optimizer = state['optimizer']
                 state['optimizer'] = sharded.read_optimizer(path, optimizer, dict.fromkeys(optimizer['state']))
-            del state['train_state']['seconds'], state['code']  # which may be edited meanwhile
+            del state['train_state']['seconds'], state['code']  # The code may be edited meanwhile.
             state['config'] = {k: v for k, v in state['config'].items()
                                if k not in Config(train.DEFAULTS).having(*HARMLESS)}
             for group in state['optimizer']['param_groups']:
-                group.pop('differentiable', None)  # PyTorch adds it at resume
+                group.pop('differentiable', None)  # PyTorch adds it at a resume.
             found[name] = state
     return found
 
@@ -159,11 +156,10 @@ def contents(out_dir):
 if __name__ == '__main__':
     parser = argument_parser(__doc__)
     parser.add_argument('--minutes', type=float, default=10)
-    parser.add_argument('--seed', type=int, default=0, help='of the first settings; the next ones count on')
+    parser.add_argument('--seed', type=int, default=0, help='for the first run; each further run adds 1')
     args = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix='soak'))
-    tokens = np.cumsum(np.random.default_rng(0).choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=60_000)) % 251
-    corpus = write_bins(directory / 'corpus', tokens[:50_000], tokens[50_000:])
+    corpus = learnable(directory / 'corpus', 10_000)
     run = functools.partial(fork, 'train.py', logs=directory, seconds=HANG)
     end, tries, failures = time.monotonic() + 60 * args.minutes, 0, 0
     while tries == 0 or time.monotonic() < end:
@@ -177,5 +173,5 @@ if __name__ == '__main__':
             shutil.rmtree(out)
     print(f'{tries - failures} of {tries} runs ended as the run without faults did, from seed {args.seed}')
     if failures:
-        raise SystemExit(f'{directory}: what is left of the others')
+        raise SystemExit(f'the others are in {directory}')
     shutil.rmtree(directory)

@@ -10,46 +10,34 @@ from analysis.runs import read_packed
 from lifecycle import guards
 
 
-def replay(run):
-    """Return the first iteration of a `RunRecord` at which the warning is printed; None if there is none."""
+def warns(run):
+    """Return whether a recorded run would print the warning."""
     printed = []
     state = SimpleNamespace(iter=0, lowest_hessian_norm=math.inf)
-    config = SimpleNamespace(**{**run.config, 'optimizer_name': 'sophiag', 'hessian_clip': 0.0})  # for the advice only
-    acting = SimpleNamespace(config=config, state=state, log=SimpleNamespace(
-        print=lambda _: printed.append(state.iter)))
+    config = SimpleNamespace(**{**run.config, 'optimizer_name': 'sophiag', 'hessian_clip': 0.0})  # only for the advice
+    acting = SimpleNamespace(config=config, state=state, log=SimpleNamespace(print=printed.append))
     for line in run.lines:
         state.iter = line['iter']
         guards.warn_of_runaway(acting, line)
-    return min(printed, default=None)
-
-
-def smoothed(run, last):
-    """Return the training losses up to the iteration `last`, each the mean of five logged ones."""
-    losses = [loss for step, loss in zip(*run.series('train/loss')) if step <= last]
-    return [sum(losses[i:i + 5]) / 5 for i in range(len(losses) - 4)]
+    return bool(printed)
 
 
 @pytest.mark.parametrize(('study', 'runaways', 'others'), [
-    ('gpu_30m', 4, 0), ('sharpening', 4, 0), ('fresh_h', 17, 0), ('dissection', 5, 1), ('small_batch', 0, 0)])
-def test_the_warning_comes_in_recorded_runaways_before_the_loss_has_risen(study, runaways, others):
-    """A runaway passes ‖h‖ = 100. Part B of fresh_h is left out: its one mini-batch is learned by heart."""
+    ('gpu_30m', 4, 0), ('sharpening', 10, 0), ('fresh_h', 17, 0), ('dissection', 5, 1), ('small_batch', 0, 0)])
+def test_the_warning_comes_in_every_recorded_runaway(study, runaways, others):
+    """A runaway exceeds ‖h‖ = 100. Part B of fresh_h is left out, because it memorizes its one mini-batch."""
     runs = [run for run in read_packed(ROOT / 'records' / study / 'runs.jsonl')
             if (study, run.out_dir.parent.name) != ('fresh_h', 'B') and len(run.series('hessian_norm')[1]) >= 30]
-    warned = {id(run): step for run in runs if (step := replay(run)) is not None}
-    away = [run for run in runs if max(run.series('hessian_norm')[1]) > 100]
-    assert len(away) >= runaways and {id(run) for run in away} <= warned.keys()
-    assert len(warned) == len(away) + others
-    for run in away:
-        losses = smoothed(run, warned[id(run)])
-        assert losses[-1] < min(losses) + 0.051
+    warned = {run.out_dir for run in runs if warns(run)}
+    away = {run.out_dir for run in runs if max(run.series('hessian_norm')[1]) > 100}
+    assert len(away) == runaways and away <= warned and len(warned) == len(away) + others
 
 
 @pytest.mark.parametrize(('settings', 'hessian_clip', 'advice'), [
     (('hessian_clip',), 0.0, 'begin again with --hessian_clip=1.0 or a lower --gamma or --learning_rate, see'),
     (('hessian_clip',), 1.0, 'begin again with a lower --gamma or --learning_rate, see'),
     ((), 0.0, 'begin again with a lower --gamma or --learning_rate, see')])
-def test_clipping_the_estimate_is_advised_where_the_optimizer_can_and_does_not(monkeypatch, settings, hessian_clip,
-                                                                               advice):
+def test_clipping_the_estimate_is_advised_if_it_is_possible_and_off(monkeypatch, settings, hessian_clip, advice):
     monkeypatch.setattr(guards, 'row', lambda name: SimpleNamespace(settings=settings))
     printed = []
     run = SimpleNamespace(
@@ -61,7 +49,7 @@ def test_clipping_the_estimate_is_advised_where_the_optimizer_can_and_does_not(m
 
 
 @pytest.mark.parametrize('unclipped, way, warmup, interval', [(0.004, 'raise', 3, 1), (0.96, 'lower', 0, 2)])
-def test_advice_on_gamma_comes_once_after_the_warm_up_and_when_h_is_built(unclipped, way, warmup, interval):
+def test_advice_on_gamma_comes_once_after_the_warm_up_and_the_first_estimates(unclipped, way, warmup, interval):
     printed, state = [], SimpleNamespace(iter=0)
     run = SimpleNamespace(
         config=SimpleNamespace(warmup_iters=warmup, hessian_interval=interval, beta2=0.5), state=state,

@@ -26,18 +26,18 @@ PARTS = {Path(part).stem for part in MAY_IMPORT} | {'analysis', 'scripts', 'dev'
 
 
 def files(part):
-    """The Python files of a part."""
+    """Return the Python files of a part."""
     path = ROOT / part
     return [path] if path.is_file() else sorted(path.rglob('*.py'))
 
 
 def name_of(path):
-    """The dotted name by which a file is imported."""
+    """Return the dotted name by which a file is imported."""
     return '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
 
 
 def imports(path):
-    """The modules of this repository that a file imports, anywhere in it, by their dotted names."""
+    """Return the dotted names of this repository's modules that a file imports anywhere."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Import):
@@ -60,7 +60,7 @@ def test_a_part_imports_only_what_it_may(part):
 
 
 def test_runtime_does_not_know_the_paper():
-    """Neither its optimizer, nor by name the modules of one architecture."""
+    """It names neither its optimizer nor the modules of one architecture."""
     for path in files('runtime'):
         text = path.read_text(encoding='utf-8')
         assert 'sophia' not in text.lower() and 'transformer.h' not in text, path
@@ -80,6 +80,6 @@ def test_no_import_circle():
     ('train, scripts.sample', ['torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'torch.distributed.fsdp',
                                'sympy', 'transformers', 'safetensors', 'tokenizers', 'matplotlib', 'scipy'])])
 def test_slow_modules_are_imported_where_they_are_used(modules, slow):
-    """Reading runs takes no PyTorch; machinery for compiling and sharding waits until something is compiled."""
+    """Reading runs needs no PyTorch, and training imports code for compiling and sharding only to use it."""
     code = f'import sys, {modules}; print([name for name in {slow} if name in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import INJECT, ROOT, command, finish, iterations, rejection
+from conftest import INJECT, ROOT, command, finish, iterations
 
-from runtime import device, distributed
+from runtime import device
 from runtime.device import device_defaults
 from runtime.distributed import World
 from runtime.signals import STOPPED, SafeStream, StopSignals, undo_at_end
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
-# In place of srun: a process group for each node; the highest exit code counts.
+# A stand-in for srun with a process group for each node. It returns the highest exit code.
 SRUN = f'''#!{sys.executable}
 import os, subprocess, sys
 argv = sys.argv[1:]
@@ -41,12 +41,12 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 
 
 def test_the_slurm_script_saves_before_the_time_limit_and_asks_to_go_on(tmp_path, corpus):
-    """SIGTERM reaches every process of both nodes, agents of torchrun that meet on loopback, as Slurm's does."""
+    """SIGTERM reaches every process of two nodes, as Slurm's does; torchrun's agents meet on the loopback device."""
     for name, text in (('srun', SRUN), ('scontrol', SCONTROL), ('train.py', TRAIN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     to_all = 'lambda: (os.killpg(os.getpgid(os.getppid()), signal.SIGTERM), time.sleep(1))'
-    job = os.getpid()  # from which the script derives its port
+    job = os.getpid()  # The script derives its port from it.
     environment = dict(os.environ, OMP_NUM_THREADS='1', NPROC_PER_NODE='1', SLURM_JOB_ID=str(job),
                        SLURM_JOB_NODELIST='node[1-2]', SLURM_JOB_NUM_NODES='2',
                        FAULTS=f'at(6, {to_all}, rank=0)\nat(6, {to_all}, rank=1)',
@@ -58,7 +58,7 @@ def test_the_slurm_script_saves_before_the_time_limit_and_asks_to_go_on(tmp_path
     assert iterations(tmp_path / 'out')[0] == 7
 
 
-def test_what_suits_a_device(monkeypatch):
+def test_defaults_of_a_device(monkeypatch):
     for compiler in (True, False):
         monkeypatch.setattr(device, 'can_compile', lambda _, found=compiler: found)
         assert device_defaults('cuda:1')[0] == dict(backend='nccl', dtype='bfloat16', compile=compiler)
@@ -71,7 +71,7 @@ def test_what_suits_a_device(monkeypatch):
 @pytest.mark.parametrize('name, tool', [('cpu', 'CXX'), ('cuda', 'CC')])
 def test_compiling_needs_a_compiler_and_pythons_headers(monkeypatch, name, tool):
     monkeypatch.setattr(sysconfig, 'get_path', lambda _: str(ROOT))
-    assert not device.can_compile(name)  # no Python.h there
+    assert not device.can_compile(name)  # without Python.h
     monkeypatch.undo()
     monkeypatch.setenv('PATH', '')
     monkeypatch.delenv(tool, raising=False)
@@ -81,48 +81,12 @@ def test_compiling_needs_a_compiler_and_pythons_headers(monkeypatch, name, tool)
 @pytest.mark.parametrize('name, peak', [
     ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 PCIe', 756e12), ('Tesla T4', 65e12), ('NVIDIA T400', None),
     ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
-def test_the_peak_is_that_of_the_very_card(monkeypatch, name, peak):
+def test_peak_flops_are_those_of_the_variant(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda _: name)
     assert device.peak_flops(torch.device('cuda')) == peak
 
 
-@pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='3'), 3)])
-def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
-    """Without one `torch.cuda.set_device` rejects it, and so does NCCL's process group."""
-    chosen = []
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr(distributed, 'check_device', torch.device)
-    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    assert chosen == [World('cuda', 'nccl').device] == [torch.device('cuda', index)]
-
-
-def test_a_rank_that_a_job_has_left_in_the_environment_is_one_line(monkeypatch):
-    monkeypatch.setenv('RANK', '2')
-    monkeypatch.setenv('WORLD_SIZE', '')  # a variable that a script has not set
-    message = rejection(World, 'cpu', 'gloo')
-    assert message == 'RANK=2: must be below WORLD_SIZE=1; start with torchrun, or unset both'
-
-
-@pytest.mark.parametrize('closed', ['>&-', '<&- >&- 2>&-'])
-def test_closed_streams_end_no_run_and_leave_no_standard_descriptor_free(tmp_path, closed):
-    """Python has None for them. A file that got such a descriptor would receive what libraries print."""
-    code = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-from runtime import signals
-signals.protect_streams()
-print('lost', flush=True)
-os.write(1, b'lost')
-with open({str(tmp_path / 'file')!r}, 'w') as f:
-    print(f.fileno(), file=f)
-"""
-    done = subprocess.run(['sh', '-c', f'exec "$@" {closed}', 'sh', sys.executable, '-c', code], capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b'', b'')
-    assert int((tmp_path / 'file').read_text()) > 2
-
-
-def test_the_mapped_corpus_is_not_memory_of_the_process(monkeypatch):
+def test_the_mapped_corpus_does_not_count_as_memory(monkeypatch):
     cpu = torch.device('cpu')
     assert 1e7 < device.peak_memory(cpu) < 1e12
     monkeypatch.setattr(Path, 'is_file', lambda _: True)
@@ -136,38 +100,31 @@ def test_a_stream_that_fails_or_lacks_a_character_ends_no_run():
     stream.write('2 × 3')
     stream.flush()
     assert written.getvalue() == b'2 \\xd7 3'
-    SafeStream(io.StringIO()).write('as in a notebook: %run train.py')
+    SafeStream(io.StringIO()).write('as with %run train.py in a notebook')
     if Path('/dev/full').exists():
         stream = SafeStream(Path('/dev/full').open('w'))  # noqa: SIM115
         stream.write('a')
         stream.flush()
-        os.close(stream.fileno())  # instead of a close that would flush once more
+        os.close(stream.fileno())  # close() would flush once more.
 
 
 def test_the_time_limit_is_in_hours_since_the_start_of_the_run():
-    """Of each run in the same process."""
     for hours in 2.0, 0.0:
         world, before = World('cpu', 'gloo'), time.monotonic()
         with undo_at_end():
             assert StopSignals(world, hours).deadline == pytest.approx(before + 3600 * (hours or float('inf')), abs=1)
 
 
-def exit_together(world):
-    with world.exit_together():
-        pass
-
-
-@pytest.mark.parametrize('collective', [lambda world: world.from_master(7), exit_together])
-def test_a_rank_waits_for_one_that_writes_a_file_before_a_collective_that_could_time_out(collective, monkeypatch):
+def test_a_rank_waits_for_a_file_before_a_collective_that_could_time_out(monkeypatch):
     events, store = [], dist.HashStore()
     worlds = [World.__new__(World) for _ in range(2)]
     for rank, world in enumerate(worlds):
         vars(world).update(rank=rank, size=2, is_master=rank == 0, device='cpu', _store=store, _barriers=0)
     monkeypatch.setattr(World, 'sum', lambda self, tensor: events.append(f'rank {self.rank}') or tensor)
-    other = threading.Thread(target=collective, args=worlds[1:])
+    other = threading.Thread(target=worlds[1].from_master, args=[7])
     other.start()
-    other.join(0.3)  # would be the end of a rank that does not wait
+    other.join(0.3)  # A rank that does not wait would end here.
     events.append('saved')
-    collective(worlds[0])
+    worlds[0].from_master(7)
     other.join()
     assert events[0] == 'saved' and sorted(events[1:]) == ['rank 0', 'rank 1']

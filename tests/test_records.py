@@ -1,4 +1,4 @@
-"""records/check.py and runs.jsonl: what a record must hold. The records of this repository."""
+"""records/check.py and runs.jsonl: required contents of a record, and the records of this repository."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ def record(tmp_path):
 
 
 def change(run, **entries):
-    """Replaces entries of a config.json."""
+    """Replace entries of a config.json."""
     edit(run, lambda about: about.update(dict(git_commit='0' * 40, command=['python', 'train.py', '--out_dir=out/x'])
                                          | entries))
 
@@ -44,14 +44,14 @@ def test_an_unfinished_record_is_named(record, tmp_path, capsys):
     (record / 'metrics.jsonl').write_text(''.join(lines[:9]))
     rejection(records.main, [str(tmp_path)])
     assert 'validation loss at iteration' in capsys.readouterr().err
-    (record / 'failed.txt').write_text('iteration 50: the loss is not finite')  # then it is complete
-    records.main([str(tmp_path)])
-    assert records.row(runs.find_runs([record])[0])['tokens'] == 40 * 4 * 16  # not those that were planned
+    (record / 'failed.txt').write_text('iteration 50: the loss is not finite')
+    records.main([str(tmp_path)])  # It is complete.
+    assert records.row(runs.find_runs([record])[0])['tokens'] == 40 * 4 * 16
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """(a directory of five runs, the folder with its runs.jsonl)."""
+    """Return (a directory of five runs, the folder with its runs.jsonl)."""
     diverged = fake_run(tmp_path / 'out/adamw/diverged', 3.0, ['--max_iters=100'], end=30)
     (diverged / 'failed.txt').write_text('iteration 30: the loss is not finite\n')
     for run in diverged, *(make(tmp_path / 'out' / name, name, 100, 3.0 + 0.1 * seed, seed=seed,
@@ -89,7 +89,7 @@ def test_runs_are_chosen_by_name_or_wildcard(pair, selection, count):
     path = f'{pair[1]}/{selection}'
     if count:
         assert len(runs.find_runs([path])) == count
-        assert len(runs.find_runs([path, pair[1]])) == 5  # each once
+        assert len(runs.find_runs([path, pair[1]])) == 5  # Each run counts once.
     else:
         assert f'{path}: no runs found' in rejection(runs.find_runs, [path])
 
@@ -100,7 +100,7 @@ def test_records_are_finished_runs_of_one_schedule():
     assert [str(run.out_dir) for run in found if run.rejected and not run.diverged] == []
 
 
-def test_every_picture_says_what_drew_it():
+def test_every_picture_names_its_commit_and_command():
     for path in sorted((ROOT / 'records').rglob('*.png')):
         text = Image.open(path).info
         assert re.fullmatch('[0-9a-f]{40}', text['Commit']), path

@@ -1,4 +1,4 @@
-"""A few cases of soak.py, and that it finds what it looks for."""
+"""A case of soak.py, and the differences that it finds."""
 
 import random
 import shutil
@@ -20,16 +20,14 @@ def test_random_settings_with_faults(run, tmp_path):
 
 
 def test_differences_between_runs_are_found(finished, tmp_path):
-    """Another seed, another optimizer state, a missing line."""
     a, same = finished(), shutil.copytree(finished(), tmp_path / 'same')
-    assert not soak.compare(a, same)
-    assert soak.compare(a, finished('--seed=2')).startswith('run.metrics.jsonl.0.val/loss')
     path = checkpoint.path_of(same, 10)
     intact, state = path.read_bytes(), torch.load(path, weights_only=True)
     state['optimizer']['state']['transformer.wte.weight']['exp_avg'][0] += 1e-9
     torch.save(state, path)
     assert soak.compare(a, same) == 'run.last.optimizer.state.transformer.wte.weight.exp_avg differs'
     path.write_bytes(intact)
+    assert not soak.compare(a, same)
     log = same / 'metrics.jsonl'
     log.write_text(''.join(log.read_text().splitlines(keepends=True)[:-1]))
     assert soak.compare(a, same).endswith('is missing')
