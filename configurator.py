@@ -184,11 +184,12 @@ def help_text(path, defaults):
 
 def read_file(name, values):
     """Execute the config file `name`, which may read the settings' `values` so far. Return what it sets, as a dict."""
-    path = Path(name)
+    path = Path(name) if Path(name).exists() else Path(__file__).parent / name  # as data sets are found
     if not path.is_file() or path.suffix != '.py':
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
         hint = f'did you mean {near[0]}?' if near else 'flags are --KEY=VALUE'
-        raise SystemExit(f'{name}: no such config file, which would end in .py; {hint}')
+        problem = 'a config file must end in .py' if path.is_file() else 'no such config file'
+        raise SystemExit(f'{name}: {problem}; {hint}')
     # As built-ins of the file, so that what it sets itself stands apart
     known = {key: value for key, value in values.items() if value is not None}
     scope = {'__builtins__': {**vars(builtins), **known}}

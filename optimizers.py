@@ -406,7 +406,8 @@ def fill_settings(config):
 def peak_learning_rate(optimizer_name, model_size):
     """Return (learning rate, None where there is none; the name of the table)."""
     chosen = row(optimizer_name)
-    rates, table = chosen.learning_rates, 'our table' if model_size == 'tiny' else chosen.source
+    rates, ours = chosen.learning_rates, model_size == 'tiny' and chosen.source.startswith('Table')
+    table = 'our table' if ours else chosen.source
     return rates.get(model_size) if isinstance(rates, dict) else rates, table
 
 

@@ -52,8 +52,8 @@ class Bin:
     def __init__(self, data_dir, split, weight=1.0, block_size=0):
         self.path, self.weight = Path(data_dir) / f'{split}.bin', weight
         if not self.path.is_file():
-            raise SystemExit(f'{self.path}: no such file; --dataset is a directory made by a prepare.py, see '
-                             'docs/data.md')
+            raise SystemExit(f'{self.path}: no such file; --dataset is a directory made by a prepare.py, for your own '
+                             'text by data/text/prepare.py')
         meta, size = read_meta(data_dir), self.path.stat().st_size
         dtype = np.dtype(meta['dtype']).newbyteorder('<')
         tokens = meta[split]['tokens'] if split in meta else size // dtype.itemsize

@@ -142,8 +142,9 @@ def read(path, text_key):
     except Exception as error:  # the errors of parsers and decompressors have no common class
         if code := getattr(error, 'errno', None):
             raise OSError(code, os.strerror(code), str(path)) from None
+        advice = {KeyError: '; --text_key names the key of the text', UnicodeDecodeError: '; convert the file to UTF-8'}
         raise SystemExit(f'{path}: cannot be read after document {number + nulls} ({type(error).__name__}: '
-                         f'{one_line(error)})') from None
+                         f'{one_line(error)}){advice.get(type(error), "")}') from None
     if nulls:
         print_once(f'{path}: {nulls} null texts left out of {number + nulls}')
 

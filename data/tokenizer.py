@@ -48,7 +48,11 @@ class GPT2(Tokenizer):
     @functools.cached_property
     def bpe(self):
         import tiktoken
-        return tiktoken.get_encoding('gpt2')
+        try:
+            return tiktoken.get_encoding('gpt2')
+        except OSError as error:  # errors of the requests library, too
+            raise SystemExit(f'gpt2: cannot be downloaded ({type(error).__name__}); use --tokenizer=byte, or set '
+                             'TIKTOKEN_CACHE_DIR to a folder that has it') from None
 
     def encode(self, text):
         return self.bpe.encode_ordinary(text)

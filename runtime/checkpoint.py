@@ -154,7 +154,7 @@ def load_newest(out_dir, weights=True):
             for problem in problems:
                 warn(f'{problem}; it is skipped')
             return loaded
-    raise SystemExit(problems[0] if problems else f'{out_dir}: no checkpoint ckpt_*.pt in it')
+    raise SystemExit(problems[0] if problems else f'{out_dir}: has no checkpoint; name the --out_dir of a run')
 
 
 def clean_state_dict(weights):

@@ -25,7 +25,8 @@ class Speed:
         """Return the metrics of the iterations since the last call."""
         found = dict(step_ms=1e3 * statistics.mean(self.since_metrics))
         if self.recent[True] and self.recent[False]:
-            found['hessian_ms'] = 1e3 * (statistics.median(self.recent[True]) - statistics.median(self.recent[False]))
+            extra = statistics.median(self.recent[True]) - statistics.median(self.recent[False])
+            found['hessian_ms'] = 1e3 * max(0.0, extra)  # few times are noisy
         found['tokens_per_sec'] = self.tokens / sum(self.since_metrics)
         if self.peak:
             found['mfu'] = found['tokens_per_sec'] * self.flops_per_token / self.peak

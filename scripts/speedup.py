@@ -97,7 +97,8 @@ def group_by_side(runs, args):
     baseline = named(args.baseline or ('adamw' if args.by == 'optimizer_name' else next(iter(sides))))
     candidates = [named(text) for text in args.candidate or sides if named(text) != baseline]
     if unknown := [side for side in (baseline, *candidates) if side not in sides]:
-        raise SystemExit(f'nothing to compare: no run of {" ".join(unknown)}; there are {", ".join(sides)}')
+        raise SystemExit(f'nothing to compare: no run of {" ".join(unknown)}; there are {", ".join(sides)}; choose by '
+                         '--by, --baseline and --candidate')
     return {side: sides[side] for side in (baseline, *candidates)}
 
 

@@ -122,7 +122,9 @@ def split_values(pairs):
     """Parse KEY=V1,V2 into {setting: list of values}. A mixture of data sets and optimizer_args are one value."""
     found = {}
     for pair in pairs:
-        key, _, values = pair.partition('=')
+        key, equals, values = pair.partition('=')
+        if not equals:
+            raise SystemExit(f'--grid {pair}: must be KEY=V1,V2; config files and flags of all runs come after --')
         if key in found:
             raise SystemExit(f'{pair}: {key} is given twice; pass all its values at once')
         one = key == 'optimizer_args' or key == 'dataset' and ':' in values

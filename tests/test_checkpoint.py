@@ -258,7 +258,7 @@ def test_one_run_at_a_time_has_an_out_dir_and_none_overwrites_another(good):
             assert f'good: process {os.getpid()} on' in rejection(lambda: opened(may_resume=True))
     assert opened(read_only=True) == (None, None)
     good.unlink()
-    assert 'no checkpoint ckpt_*.pt in it' in rejection(lambda: opened(must_resume=True))
+    assert 'has no checkpoint; name the --out_dir of a run' in rejection(lambda: opened(must_resume=True))
 
 
 def test_an_out_dir_that_the_machines_do_not_share_is_rejected(good):

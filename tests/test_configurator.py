@@ -41,14 +41,14 @@ def test_flags_are_typed(flag, key, value):
     ('--steps=1.5', '--steps: 1.5 is not a whole number'), ('--steps=ten', 'not a whole number'),
     ('--steps=inf', 'not a whole number'), ('--rate=fast', "--rate: 'fast' is not a number"),
     ('--fast=2', 'not True or False'), ('--steps', '--steps: write --KEY=VALUE'), ('--__name__=x', 'unknown setting'),
-    ('-steps=5', '-steps=5: write --KEY=VALUE'), ('steps=5', 'steps=5: no such config file, '),
+    ('-steps=5', '-steps=5: write --KEY=VALUE'), ('steps=5', 'steps=5: no such config file; flags are --KEY=VALUE'),
     ('—steps=5', '; flags are --KEY=VALUE'),
     ('--vocab_size=9', "--vocab_size: unknown setting; the data set's meta.json has it"),
     ('--name=', '--name=: must be non-empty (is a shell variable unset?)'),
     ('--rate=9', '--rate=9.0: must be at least 0 and below 9'), ('--rate=nan', '--rate=nan: must be finite'),
     ('--kind=z', '--kind=z: must be one of x, y'), (f'--steps={"9" * 5000}', 'whole number'),
     ('--config=a.py', 'write the name of a config file without a flag'),
-    (str(ROOT / 'config/ablation/clipping.json'), 'which would end in .py'),  # which is valid Python, and sets nothing
+    (str(ROOT / 'config/ablation/clipping.json'), 'a config file must end in .py'),
 ])
 def test_bad_flags_are_rejected_in_one_line(flag, words):
     assert words in rejection(apply, flag)
@@ -101,6 +101,11 @@ def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
     path = tmp_path / 'bad.py'
     path.write_text(text)
     assert words in rejection(apply, str(path))
+
+
+def test_a_config_file_is_also_found_beside_train(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert train.resolve(['config/quickstart.py']).max_iters == 600
 
 
 def test_missing_file_names_the_nearest(monkeypatch):

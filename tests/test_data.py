@@ -594,6 +594,8 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl: cannot be read after document 1 (JSONDecodeError: Exp'),
     ('a.jsonl', b'{"text": 3}\n', "a.jsonl: cannot be read after document 0 (TypeError: 'text' is 3, not text)"),
+    ('a.jsonl', b'{"body": "good"}\n', "(KeyError: 'text'); --text_key names the key of the text"),
+    ('a.txt', b'caf\xe9', 'convert the file to UTF-8'),
     ('a.txt', b'good\n' * 9999 + b'\xff\xfe', "(UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position"),
     ('a.txt.gz', gzip.compress(b'text', mtime=0)[:-4], 'a.txt.gz: cannot be read after document 0 (EOFError: '),
     ('a.txt.zst', b'(\xb5/\xfd', 'a.txt.zst: cannot be read after document 0 (OSError: Truncated'),

@@ -96,7 +96,7 @@ def test_eval_only_writes_nothing(train, copy, tmp_path):
     assert done.code == 0 and f'val loss {metrics(copy, "val/loss")[-1]:.4f}' in done.out
     assert content(copy) == before
     done = train(tmp_path / 'new', '--eval_only=True')
-    assert done.code == 1 and 'no checkpoint ckpt_*.pt in it' in done.err and not (tmp_path / 'new').exists()
+    assert done.code == 1 and 'has no checkpoint; ' in done.err and not (tmp_path / 'new').exists()
 
 
 def test_a_run_starts_from_the_weights_of_another(train, finished, tmp_path, capsys):

@@ -192,7 +192,8 @@ def test_without_finished_runs_of_both_there_is_nothing_to_compare(tmp_path):
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
     assert 'finished runs of adamw at T = [100]; sophiag at T = none; ' in rejection(judge, tmp_path)
     message = rejection(judge, tmp_path, '--candidate', 'sophiag', 'sophiagg')
-    assert message == 'nothing to compare: no run of sophiagg; there are adamw, sophiag'
+    assert message == ('nothing to compare: no run of sophiagg; there are adamw, sophiag; choose by --by, --baseline '
+                       'and --candidate')
 
 
 @pytest.mark.parametrize(('options', 'what'), [

@@ -91,8 +91,8 @@ setattr(wandb if {call!r} == 'init' else run, {call!r}, failing)
 
 @pytest.mark.parametrize('flags, message', [
     (['--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),  # before the ranks connect
-    (['--dataset=pysorce'], 'data/pysorce/train.bin: no such file; --dataset is a directory made by a prepare.py, see '
-     'docs/data.md'),  # after the ranks have connected
+    (['--dataset=pysorce'], 'data/pysorce/train.bin: no such file; --dataset is a directory made by a prepare.py, for '
+     'your own text by data/text/prepare.py'),  # after the ranks have connected
 ])
 def test_of_several_ranks_one_prints_the_error(train, tmp_path, flags, message):
     done = train(tmp_path / 'out', *flags, ranks=2)
