@@ -60,7 +60,7 @@ def test_settings_of_chance_are_together_the_seed(tmp_path):
 
 
 def test_one_lucky_seed_does_not_displace_settings_with_several(tmp_path):
-    """To do so it must be lower on shared seeds and than their mean."""
+    """It must be lower on shared seeds, and lower than the mean over all seeds."""
     for seed, loss in ((1, 3.0), (2, 3.2), (3, 3.2)):
         make(tmp_path, 'adamw', 100, loss, lr=2e-3, seed=seed)
         make(tmp_path, 'adamw', 100, 3.17, lr=1e-3, seed=seed)  # a higher mean

@@ -354,7 +354,7 @@ def test_a_loss_of_other_sequences_is_forgotten_at_a_resume(main, tmp_path, monk
              '--auto_resume=True', *flags)
         monkeypatch.setitem(program.DEFAULTS, 'eval_domain', program.setting(str, role='eval'))
     lines = runs.read_metrics(tmp_path / 'metrics.jsonl')
-    assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 2, 4]  # not 1 and 3, of other sequences
+    assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 2, 4]  # At 1 and 3 the sequences were others.
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
