@@ -100,10 +100,7 @@ class AdaHessian(SophiaSquared):
     θ ← θ − lr·λ·θ − lr·m̂ / (√v̂ + ε), m and v bias-corrected.
 
     A coordinate with v = 0, because it has no estimate yet or all were 0, only decays: m̂ / ε would throw it far away.
-
-    Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, a
-    float32 tensor (2,): step count, estimate count.
-    """
+    State per parameter: `exp_avg` (m), `hessian` (v), and `step`, a float32 tensor (2,): step count, estimate count."""
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, nonfinite='raise'):
         super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay, nonfinite=nonfinite)
@@ -320,9 +317,8 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
 
 
 def hessian_flops_per_token(settings, flops_per_token):
-    """Return the FLOPs of Hessian estimates per training token of a run with these `settings`, a dict, whose forward
-    and backward take `flops_per_token`. An estimate costs the hook's `cost` × those of hessian_batch_size sequences.
-    """
+    """Return the FLOPs of Hessian estimates per training token, given the dict of a run's `settings` and the
+    `flops_per_token` of forward and backward. An estimate costs the hook's `cost` × those of its sequences."""
     hook, iterations = row(settings['optimizer_name']).hook, settings['max_iters']
     estimates = sum(hook.is_due(i, settings['hessian_interval']) for i in range(iterations))
     share = settings['hessian_batch_size'] / settings['total_batch_size']
@@ -330,11 +326,10 @@ def hessian_flops_per_token(settings, flops_per_token):
 
 
 def parameter_groups(model, weight_decay):
-    """Return the param groups of the embeddings (and an untied head) and of the blocks' matrices, both with weight
-    decay (None: the optimizer's own), and of norms, biases and other vectors, without.
+    """Return three param groups: embeddings (and an untied head) and the blocks' matrices, both with weight decay
+    (None: the optimizer's own); norms, biases and other vectors, without.
 
-    A group's `lr_scale` multiplies its learning rate. Muon, which is for hidden layers, takes the matrices of groups of
-    the `role` 'hidden' only.
+    A group may have an `lr_scale`, which multiplies its learning rate. Muon takes the `role` 'hidden' only.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     in_blocks = set(model.transformer.h.parameters())
@@ -399,8 +394,7 @@ def fill_settings(config):
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:
         size, total = settings['hessian_batch_size'], config.total_batch_size
-        if chosen.scale_hessian_batch:
-            size = max(1, size * total // 480)
+        size = max(1, size * total // 480) if chosen.scale_hessian_batch else size
         settings['hessian_batch_size'] = min(size, total)
     config.fill(settings, f'optimizer {name}')
     config.fill(unused(config), f'not a setting of {name}')

@@ -1,4 +1,4 @@
-"""Documents from .txt, .jsonl and .parquet files on disk, and the flags that every prepare.py has."""
+"""Documents from .txt, .jsonl and .parquet files, and the flags shared by all prepare.py scripts."""
 
 import contextlib
 import functools
@@ -17,11 +17,11 @@ from runtime import arguments
 from runtime.files import local_path, one_line
 
 CHARS = 2 ** 23  # characters of text in one batch
-READABLE = 'names in .txt, .jsonl (one JSON object a line) and .parquet are read, and .txt.gz, .jsonl.gz, .txt.zst, …'
+READABLE = '.txt, .jsonl (one JSON object a line) and .parquet are read, also .txt.gz, .jsonl.gz, .txt.zst, …'
 
 
 def argument_parser(doc, script, tokenizer=None):
-    """Return the parser of a prepare.py, from its docstring and __file__; --tokenizer exists if it has a default."""
+    """Build the parser of a prepare.py from its docstring and __file__. `tokenizer`: default of --tokenizer, if any."""
     parser = arguments.argument_parser(doc)
     parser.add_argument('--out_dir', type=local_path, default=Path(script).resolve().parent,
                         help="where the bins go (default: this script's directory)")
@@ -35,12 +35,12 @@ def argument_parser(doc, script, tokenizer=None):
 
 
 def distinct(paths):
-    """Return the paths without a second one of the same file, which would count twice."""
+    """Return the paths without duplicates of a file."""
     return list({path.resolve(): path for path in paths}.values())
 
 
 def local_files(paths):
-    """Return (source, revision) of files on disk: their names, and the SHA-256 of the list of their SHA-256s."""
+    """Return (source, revision) of files on disk: their names, and a SHA-256 of their SHA-256s."""
     listed = ''.join(map(sha256, paths))
     return names_of(paths), f'sha256:{hashlib.sha256(listed.encode()).hexdigest()}'
 
@@ -51,14 +51,13 @@ def names_of(paths):
 
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
-    """Return the Corpus of .txt, .jsonl and .parquet files, and directories of them, without blank documents. A file
-    counts once, one of `val_files` for val only, unless train would have no other."""
+    """Return the Corpus of files and directories, without blank documents. `val_files` are only validated on."""
     files, val_files = distinct(expand(files)), distinct(expand(val_files))
     held_out = {path.resolve() for path in val_files}
-    files = [path for path in files if path.resolve() not in held_out] or files
+    files = [path for path in files if path.resolve() not in held_out] or files  # both may be the same file
     source, revision = local_files([*files, *val_files])
     if any(READERS.get(kind_of(path)) is not txt for path in [*files, *val_files]):
-        source += f', key {text_key!r}'  # part of the bins' identity
+        source += f', key {text_key!r}'
 
     def documents(paths):
         return (text for path in paths for text in read(path, text_key) if text.strip())
@@ -80,8 +79,8 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
 
 
 def by_position(texts, size, fraction):
-    """Yield (split, text); val is the last `fraction` of `size` characters or, from a line end, up to twice as many."""
-    begin, seen = max(1, int(size * (1 - fraction))), 0  # where val begins, and where this document does
+    """Yield (split, text). val is the last `fraction` of `size` characters, or up to twice as many, to begin a line."""
+    begin, seen = max(1, int(size * (1 - fraction))), 0  # the start of val, and of this document
     for text in texts:
         cut = max(0, begin - seen)
         if 0 < cut <= len(text):
@@ -91,7 +90,7 @@ def by_position(texts, size, fraction):
 
 
 def batched(documents):
-    """Yield lists of documents with about CHARS characters in each."""
+    """Yield lists of documents, each with about CHARS characters."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -104,23 +103,22 @@ def batched(documents):
 
 
 def expand(paths):
-    """Return the paths, with directories replaced by the files below them that can be read, sorted by name, without
-    hidden ones. Says how many files are left out."""
+    """Replace directories by the readable files below them, sorted by name. Prints how many files are left out."""
     files = []
     for path in paths:
         below = sorted(files_below(path)) if path.is_dir() else [path]
         found = [p for p in below if kind_of(p) in READERS]
         if not found:
             raise SystemExit(f'{path}: no file to read; {READABLE}')
-        if left := Counter(kind for kind in map(kind_of, below) if kind not in READERS).most_common():
-            print(f'{path}: {len(found)} files read, {len(below) - len(found)} left out '
-                  f'({", ".join(kind for kind, _ in left[:5])}{", …" * (len(left) > 5)}); {READABLE}')
+        if left := Counter(kind for kind in map(kind_of, below) if kind not in READERS):
+            kinds = ', '.join(kind for kind, _ in left.most_common(5)) + ', …' * (len(left) > 5)
+            print(f'{path}: {len(found)} files read, {left.total()} left out ({kinds}); {READABLE}')
         files += found
     return files
 
 
 def files_below(directory):
-    """Yield the files below a directory, without hidden ones. OSError if a part of it cannot be read."""
+    """Yield the files below a directory, except hidden ones. OSError if a subdirectory cannot be read."""
     def fail(error):
         raise error
 
@@ -130,28 +128,27 @@ def files_below(directory):
 
 
 def read(path, text_key):
-    """Yield the texts of a file, without nulls. SystemExit when its content is bad, OSError when the file system
-    fails."""
+    """Yield the texts of a file, without nulls. SystemExit if its content is bad, OSError if the disk fails."""
     number, nulls = 0, 0
     try:
         for text in READERS[kind_of(path)](path, text_key):
-            if text is None:  # common in parquet
+            if text is None:  # nulls are common in parquet
                 nulls += 1
                 continue
             if not isinstance(text, str):
                 raise TypeError(f'{text_key!r} is {text!r:.60}, not text')
             number += 1
             yield text
-    except Exception as error:  # parsers and decompressors have no common class
+    except Exception as error:  # the errors of parsers and decompressors have no common class
         if code := getattr(error, 'errno', None):
             raise OSError(code, os.strerror(code), str(path)) from None
         raise SystemExit(f'{path}: cannot be read after document {number + nulls} ({type(error).__name__}: '
                          f'{one_line(error)})') from None
     if nulls:
-        say(f'{path}: {nulls} null texts left out of {number + nulls}')
+        print_once(f'{path}: {nulls} null texts left out of {number + nulls}')
 
 
-say = functools.cache(print)  # once, although few documents are read twice
+print_once = functools.cache(print)  # because a small file is read twice
 
 
 @contextlib.contextmanager
@@ -159,21 +156,21 @@ def network_errors(source):
     """Turn any error inside into an OSError, which write_bins reports in one line."""
     try:
         yield
-    except Exception as error:  # a network's errors have no common class
+    except Exception as error:  # the errors of HTTP clients have no common class
         raise OSError(f'{source}: {type(error).__name__}: {one_line(error)}') from None
 
 
 def lines(path):
-    """Yield the lines of a UTF-8 file, perhaps a .gz or .zst, without its byte order mark; only newlines end them."""
+    """Yield the lines of a UTF-8 file or its .gz or .zst, without a byte order mark. Only newlines end lines."""
     with gzip.open(path) if path.suffix.lower() == '.gz' else path.open('rb') as file:
         if path.suffix.lower() == '.zst':
-            import pyarrow  # unlike zstandard, it fails when a file is truncated
+            import pyarrow  # unlike zstandard, it detects a truncated file
             file = io.BufferedReader(pyarrow.input_stream(file, compression='zstd'))
         yield from io.TextIOWrapper(file, encoding='utf-8-sig', newline='\n')
 
 
 def txt(path, text_key):
-    """Yield the documents of a .txt file, which <|endoftext|> separates."""
+    """Yield the documents of a .txt file, separated by <|endoftext|>."""
     parts = []
     for line in lines(path):
         *ends, rest = line.split(END_OF_TEXT)
@@ -185,27 +182,27 @@ def txt(path, text_key):
 
 
 def jsonl(path, text_key):
-    """Yield the text in each line of a .jsonl file; blank lines are skipped."""
+    """Yield the text of each line of a .jsonl file, except blank lines."""
     for line in lines(path):
         if begin := line.lstrip()[:1]:
             if begin != '{':
-                raise ValueError(f"a line begins with {begin}, not {{; jq -c '.[]' writes an array as an object a line")
+                raise ValueError(f"a line begins with {begin}, not {{; jq -c '.[]' splits an array into lines")
             yield json.loads(line)[text_key]
 
 
 def parquet(path, text_key):
-    """Yield the text of each row of a .parquet file; only the column `text_key` is read."""
+    """Yield the text of each row of a .parquet file."""
     from pyarrow.parquet import ParquetFile
     with path.open('rb') as opened:
         file = ParquetFile(opened)
-        for rows in file.iter_batches(16, columns=[text_key]):  # few, because documents may be large
+        for rows in file.iter_batches(16, columns=[text_key]):  # few rows, because documents may be large
             yield from rows[text_key].to_pylist()
 
 
 def kind_of(path):
-    """Return the end of a file's name, of a compressed one with the end before, as .json.gz; else the whole name."""
-    packed = path.suffix.lower() if path.suffix.lower() in ('.gz', '.zst', '.xz', '.bz2') else ''
-    return (Path(path.stem).suffix.lower() if packed else path.suffix.lower()) + packed or path.name
+    """Return a file's suffix, with the suffix before it if it is compressed (.json.gz), or its name if it has none."""
+    compressed = path.suffix.lower() in ('.gz', '.zst', '.xz', '.bz2')
+    return ''.join(path.suffixes[-2 if compressed else -1:]).lower() or path.name
 
 
 READERS = {'.txt': txt, '.txt.gz': txt, '.txt.zst': txt, '.jsonl': jsonl, '.jsonl.gz': jsonl, '.jsonl.zst': jsonl,

@@ -1,9 +1,9 @@
-"""Tokenizers by name or from a tokenizer.json: text to ids and back, for the corpora and for sampling.
+"""Tokenizers for corpora and for sampling, by name or from a tokenizer.json.
 
-All text is ordinary: `<|endoftext|>` written inside a document is spelled out, never the end-of-text id.
+All text is ordinary: `<|endoftext|>` inside a document is spelled out, never the end-of-text id.
 """
 
-import hashlib
+import functools
 import inspect
 import json
 from pathlib import Path
@@ -15,15 +15,14 @@ END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the to
 
 
 class Tokenizer:
-    """The interface of a tokenizer: the attributes below, encode (text to a list of ids) and decode.
+    """The interface of a tokenizer: the attributes below, `encode` (text to a list of ids) and `decode`.
 
-    meta.json and checkpoints keep the arguments of the constructor, which are attributes of the same names.
+    meta.json and checkpoints store the constructor's arguments, which must be attributes of the same names.
     """
 
     name = ''
     vocab_size = 0  # ids are 0 … vocab_size - 1
-    eot_id = None  # ends a document; None if nothing does
-    default_prompt = '\n'
+    eot_id = None  # the end-of-text id; None: documents are not separated
 
     @property
     def dtype(self):
@@ -41,18 +40,15 @@ class Tokenizer:
         return list(inspect.signature(cls).parameters)
 
 
-class GPT2Tokens(Tokenizer):
-    """The ids of GPT-2, for text that is tokenized already: cannot encode, and needs no tiktoken."""
+class GPT2(Tokenizer):
+    """GPT-2's byte-pair encoding. tiktoken is only needed to encode and decode."""
 
     name, vocab_size, eot_id = 'gpt2', 50257, 50256
 
-
-class GPT2(GPT2Tokens):
-    """GPT-2's byte-pair encoding, through tiktoken."""
-
-    def __init__(self):
+    @functools.cached_property
+    def bpe(self):
         import tiktoken
-        self.bpe = tiktoken.get_encoding('gpt2')
+        return tiktoken.get_encoding('gpt2')
 
     def encode(self, text):
         return self.bpe.encode_ordinary(text)
@@ -62,7 +58,7 @@ class GPT2(GPT2Tokens):
 
 
 class Byte(Tokenizer):
-    """UTF-8 bytes; 0 ends a document, so NUL, which UTF-8 writes as 0, becomes U+FFFD in text."""
+    """UTF-8 bytes. 0 ends a document, so NUL becomes U+FFFD."""
 
     name, vocab_size, eot_id = 'byte', 256, 0
 
@@ -74,14 +70,13 @@ class Byte(Tokenizer):
 
 
 class Char(Tokenizer):
-    """One id per character of `chars`, nothing between documents: nanoGPT's shakespeare_char."""
+    """One id per character of `chars`, without an end-of-text id, as in nanoGPT's shakespeare_char."""
 
     name = 'char'
 
     def __init__(self, chars):
         self.chars, self.vocab_size = chars, len(chars)
         self.ids = {char: i for i, char in enumerate(chars)}
-        self.default_prompt = '\n' if '\n' in chars else chars[:1]
 
     def encode(self, text):
         try:
@@ -94,7 +89,7 @@ class Char(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face's package `tokenizers`. `meta` has its whole text, for checkpoints."""
+    """A tokenizer.json of Hugging Face's package `tokenizers`. Checkpoints store its whole text."""
 
     name = 'tokenizer.json'
 
@@ -103,38 +98,25 @@ class FileTokenizer(Tokenizer):
         self.json, self.eot_id = json, eot_id
         self.bpe = tokenizers.Tokenizer.from_str(json)
         self.vocab_size = 1 + max(self.bpe.get_vocab().values())
-        self.bpe.encode_special_tokens = True  # as ordinary text
-        self.bpe.no_truncation()  # published files may cut texts at 512 ids
+        self.bpe.encode_special_tokens = True  # encodes special tokens as ordinary text
+        self.bpe.no_truncation()  # published files may truncate at 512 ids
         self.bpe.no_padding()
-
-    def __reduce__(self):
-        # In a worker process: pickled, it would lose `encode_special_tokens`.
-        return FileTokenizer, (self.json, self.eot_id)
-
-    @property
-    def meta(self):
-        return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.json.encode()).hexdigest()}
 
     @classmethod
     def from_file(cls, path):
-        """Load a tokenizer.json. The eos_token of the tokenizer_config.json next to it ends documents, by default the
-        first of END_OF_TEXT_NAMES that the vocabulary has."""
+        """Load a tokenizer.json. Documents end with the eos_token of the tokenizer_config.json next to it, by default
+        with the first of END_OF_TEXT_NAMES in the vocabulary."""
         config, names = path.with_name('tokenizer_config.json'), END_OF_TEXT_NAMES
         try:
             tokenizer = cls(path.read_bytes().decode())
             if config.is_file() and (eos := json.loads(config.read_text(encoding='utf-8')).get('eos_token')):
                 names = [eos['content'] if isinstance(eos, dict) else eos]
-        except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
-            raise SystemExit(f'{path}, or the tokenizer_config.json next to it: cannot be read ({one_line(error)})'
-                             ) from None
+        except Exception as error:  # `tokenizers` raises plain Exception
+            raise SystemExit(f'{path} or its tokenizer_config.json: cannot be read ({one_line(error)})') from None
         tokenizer.eot_id = next((i for i in map(tokenizer.bpe.token_to_id, names) if i is not None), None)
         if tokenizer.eot_id is None:
-            raise SystemExit(f'{path}: none of its tokens ends a document ({", ".join(names)}); name the one that does '
-                             'as "eos_token" in a tokenizer_config.json next to it')
-        end = tokenizer.bpe.id_to_token(tokenizer.eot_id)
-        if tokenizer.eot_id in tokenizer.encode(end):
-            raise SystemExit(f'{path}: {end} inside a text would end the document; make it an added token with '
-                             '"special": true there')
+            raise SystemExit(f'{path}: has no end-of-text token ({", ".join(names)}); name it as "eos_token" in a '
+                             'tokenizer_config.json next to it')
         return tokenizer
 
     def encode(self, text):
@@ -145,17 +127,17 @@ class FileTokenizer(Tokenizer):
 
 
 def utf8(text):
-    """Encode text; lone surrogates, which JSON can hold, become U+FFFD, as in tiktoken."""
+    """Encode text as UTF-8. Lone surrogates, which JSON allows, become U+FFFD, as in tiktoken."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').encode()
 
 
-TOKENIZERS = {t.name: t for t in (GPT2, Byte, Char, FileTokenizer)}  # a class of your own goes here
+TOKENIZERS = {t.name: t for t in (GPT2, Byte, Char, FileTokenizer)}  # add your own class here
 NAMED = [name for name, t in TOKENIZERS.items() if not t.arguments()]
 TOKENIZER_NAMES = '|'.join([*NAMED, 'FILE.json', 'FOLDER', 'OWNER/NAME'])  # for the help of --tokenizer
 
 
 def get_tokenizer(name):
-    """Load a tokenizer: 'gpt2', 'byte', a tokenizer.json or the folder of one, or 'OWNER/NAME', a model on the Hub."""
+    """Load 'gpt2', 'byte', a tokenizer.json or its folder, or the tokenizer of 'OWNER/NAME', a model on the Hub."""
     if name in NAMED:
         return TOKENIZERS[name]()
     path = Path(expanded(str(name), '--tokenizer='))
@@ -164,54 +146,52 @@ def get_tokenizer(name):
         return FileTokenizer.from_file(inside if inside.is_file() else path)
     if str(name).count('/') == 1:
         from huggingface_hub import hf_hub_download
-        hf_hub_download(name, 'tokenizer_config.json')  # to the same folder of the cache
+        hf_hub_download(name, 'tokenizer_config.json')  # goes to the same folder of the cache
         return FileTokenizer.from_file(Path(hf_hub_download(name, FileTokenizer.name)))
-    raise SystemExit(f'--tokenizer={name}: unknown; there are {", ".join(NAMED)}, any tokenizer.json or its folder, '
-                     'and OWNER/NAME on the Hub')
+    raise SystemExit(f'--tokenizer={name}: unknown; pass {", ".join(NAMED)}, a tokenizer.json, its folder, or '
+                     'OWNER/NAME on the Hub')
 
 
 def identifying(meta):
-    """Return the entries of a meta.json's dict that tell the tokenizer: its name, and its constructor's arguments."""
+    """Return the entries of meta.json that define the tokenizer: its name, and its constructor's arguments."""
     known = TOKENIZERS.get(meta['tokenizer'])
     return {key: meta[key] for key in ['tokenizer', *(known.arguments() if known else ())]}
 
 
 def same_tokenizer(one, other):
-    """Return whether two tokenizers, dicts from `identifying`, agree on the text of every id that both have. Warns and
-    returns True if one of them cannot be loaded."""
+    """Return whether two tokenizers, dicts from `identifying`, decode every shared id alike. Warns and returns True if
+    one of them cannot be loaded."""
     if one == other:
         return True
     if FileTokenizer.name not in (one['tokenizer'], other['tokenizer']):
         return False
     try:
         one, other = tokenizer_from_meta(one), tokenizer_from_meta(other)
+        return all(one.decode([i]) == other.decode([i]) or i == one.eot_id == other.eot_id
+                   for i in range(min(one.vocab_size, other.vocab_size)))
     except Exception as error:  # a package or the network is missing
-        warn(f'{one_line(error)}; whether data and weights have the same tokenizer is not checked')
+        warn(f'{one_line(error)}; could not check that data and weights have the same tokenizer')
         return True
-    return all(one.decode([i]) == other.decode([i]) or i == one.eot_id == other.eot_id
-               for i in range(min(one.vocab_size, other.vocab_size)))
 
 
 def folder_meta(folder, vocab_size):
-    """Return the meta of a Hugging Face folder's tokenizer, by default GPT-2's if the vocabulary has its size."""
+    """Return the `meta` of a Hugging Face folder's tokenizer, or None. Without a tokenizer.json it is GPT-2's if the
+    vocabulary has that size."""
     path = Path(folder) / FileTokenizer.name
     if path.is_file():
         return FileTokenizer.from_file(path).meta
     is_gpt2 = vocab_size == GPT2.vocab_size and not path.with_name('vocab.json').is_file()
-    return {'tokenizer': GPT2.name} if is_gpt2 else None
+    return GPT2().meta if is_gpt2 else None
 
 
 def check_same_tokenizer(data, meta, model):
-    """Stop if a Bin and a model have different tokenizers. `meta`: of the model's; None is not compared."""
+    """Stop if a Bin and a model have different tokenizers. `meta`: of the model's tokenizer, or None if unknown."""
     if meta and not same_tokenizer(identifying(meta), data.tokenizer):
         raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}) than {model} '
                          f'({meta["tokenizer"]}); prepare the data with the tokenizer of the model')
 
 
 def tokenizer_from_meta(meta):
-    """Build the tokenizer of a meta.json, a dict."""
-    if meta['tokenizer'] not in TOKENIZERS:
-        raise SystemExit(f'tokenizer {meta["tokenizer"]}: unknown here; its class must be in TOKENIZERS in '
-                         'data/tokenizer.py')
-    known = TOKENIZERS[meta['tokenizer']]
-    return known(*(meta[key] for key in known.arguments()))
+    """Build the tokenizer of a meta.json, a dict. A KeyError means that TOKENIZERS lacks the class."""
+    cls = TOKENIZERS[meta['tokenizer']]
+    return cls(*(meta[key] for key in cls.arguments()))

@@ -2,8 +2,7 @@
 
   python dev/apply.py rotary z_loss        makes the edits of docs/hacking/rotary.diff and z_loss.diff
 
-In such a file `--- PATH` begins a file, which may be new, and `@@` a place in it. A place is found by its text, which
-must be there once.
+In a recipe `--- PATH` begins a file, which may be new, and `@@` a hunk. The old text of a hunk must occur exactly once.
 """
 
 import re
@@ -15,16 +14,16 @@ RECIPES = {path.stem: path for path in sorted((ROOT / 'docs/hacking').glob('*.di
 
 
 def apply(name, root=ROOT):
-    """Make the edits of a recipe, all or none, in the directory `root`."""
+    """Make all edits of a recipe in the directory `root`, or none."""
     edited = {}
     for file, body in re.findall(r'^--- (\S+)\n((?:(?!--- ).*\n)*)', RECIPES[name].read_text(encoding='utf-8'), re.M):
         path = root / file
         text = path.read_text(encoding='utf-8') if path.exists() else ''
-        for place in body.split('@@\n')[1:]:
-            before, after = (''.join(f'{line[1:]}\n' for line in place.splitlines() if line[:1] != sign)
+        for hunk in body.split('@@\n')[1:]:
+            before, after = (''.join(f'{line[1:]}\n' for line in hunk.splitlines() if line[:1] != sign)
                              for sign in '+-')
             if text.count(before) != 1:
-                raise SystemExit(f'{name}, {file}: not there once:\n{before}')
+                raise SystemExit(f'{name}, {file}: expected exactly one match for:\n{before}')
             text = text.replace(before, after)
         edited[path] = text
     for path, text in edited.items():
@@ -34,6 +33,6 @@ def apply(name, root=ROOT):
 
 if __name__ == '__main__':
     if not sys.argv[1:] or {*sys.argv[1:]} - RECIPES.keys():
-        raise SystemExit('usage: python dev/apply.py NAME..., of ' + ' '.join(RECIPES))
+        raise SystemExit('usage: python dev/apply.py NAME...; recipes: ' + ' '.join(RECIPES))
     for name in sys.argv[1:]:
         apply(name)

@@ -1,21 +1,20 @@
-"""Measure the speed and memory of a training step, for any list of configurations in turns.
+"""Measure the speed and memory of a training step for several configurations in turns.
 
   python dev/bench.py                                                     AdamW, Sophia-G and Sophia-H at a usual size
   python dev/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
   python dev/bench.py --baseline ~/nanoGPT '--model_size=125M --compile=True'   and nanoGPT's model and AdamW
-  python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time, and of
-                                                                          one with an estimate where there are any
+  python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of a step by time, also of a
+                                                                          step with an estimate
 
-Each CONFIG is one quoted string with arguments of train.py, after variables of the environment, NAME=VALUE. Each runs
-in a separate process, because compiled code would be shared, and they take turns, so that other load affects all alike.
-A baseline is a checkout whose model.py has nanoGPT's GPT, GPTConfig and configure_optimizers; it gets weights, batch,
-dtype and compile of each CONFIG of AdamW.
-Tokens are random.
+Each CONFIG is one quoted string: environment variables NAME=VALUE, if any, and arguments of train.py. Each runs in its
+own process, because compiled code would be shared. They take turns, so that other load affects all alike. A baseline is
+a checkout whose model.py has nanoGPT's GPT, GPTConfig and configure_optimizers. It gets the weights, batch, dtype and
+compile of each CONFIG with AdamW. Tokens are random.
 
-Columns, medians over the rounds: loss of the fourth step, equal for programs that compute the same; step_ms, without an
-estimate; hessian_ms, what an estimate adds to its step; hessian_share, hessian_ms / k over step_ms; tokens_per_sec and
-mfu, with that share; optimizer_ms, the optimizer's step alone, and over_adamw, its ratio to fused AdamW's; memory_gb,
-the peak of the device (on CPU: of the process).
+Columns are medians over the rounds. loss: of the fourth step, equal for programs that compute the same. step_ms: a step
+without an estimate. hessian_ms: extra time of a step with an estimate. hessian_share: hessian_ms / (k · step_ms).
+tokens_per_sec, mfu: with that share. optimizer_ms: the optimizer's step alone. over_adamw: its ratio to fused AdamW's.
+memory_gb: peak of the device, or of the process on a CPU.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
-from data.loader import vocab_size_of
+from data.loader import first_dir, read_meta
 from hessian import StepHook
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
@@ -51,14 +50,14 @@ CUDA_MODEL = '--model_size=125M --batch_size=30 --total_batch_size=120'
 
 
 def our_model(c, device):
-    """Build the model of the settings `c`, with the seed's weights, on the device: on one CPU core it takes minutes."""
+    """Build the model of the settings `c` on the device, because initialization on one CPU core takes minutes."""
     torch.manual_seed(c.seed)
     with device:
-        return GPT(gpt.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)))
+        return GPT(gpt.config_of(GPTConfig, c.values, read_meta(first_dir(c.dataset))['vocab_size']))
 
 
 def baseline_run(c, world, folder):
-    """Build a `train.Run` of the model and AdamW in `folder`, with our weights, dtype and compile."""
+    """Build a `train.Run` with the model and AdamW of `folder`, and our weights, dtype and compile."""
     spec = importlib.util.spec_from_file_location('baseline_model', folder / 'model.py')
     baseline = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = baseline
@@ -69,7 +68,7 @@ def baseline_run(c, world, folder):
     model = baseline.GPT(baseline.GPTConfig(**shape)).to(device)
     model.load_state_dict(ours.state_dict())
     optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
-    # nanoGPT compiles the model alone, so its compiled code returns the logits and writes a gradient of zeros for them.
+    # nanoGPT compiles only the model, so its compiled code returns logits and writes a gradient of zeros for them.
     losses = Losses(torch.compile(model) if c.compile else model)
     scaler = torch.amp.GradScaler(device.type, enabled=c.dtype == 'float16')
     return train.Run(c, world, model, losses, optimizer, StepHook(model, optimizer), scaler,
@@ -77,17 +76,17 @@ def baseline_run(c, world, folder):
 
 
 class Case:
-    """One configuration on one device, set up as train.py does, or with the baseline in `folder`."""
+    """One configuration on one device, set up as in train.py, or with the baseline in `folder`."""
 
     def __init__(self, config, world, folder=None):
         self.config, self.device = config, world.device
         self.run = baseline_run(config, world, folder) if folder else train.set_up(
             config, world, our_model(config, world.device))
-        torch.manual_seed(config.seed)  # for the batches, because a baseline has drawn its weights
-        self.vocab_size = vocab_size_of(config.dataset)
-        self.seconds = {True: [], False: []}  # of steps with and without an estimate
+        torch.manual_seed(config.seed)  # gives a baseline the same batches
+        self.vocab_size = read_meta(first_dir(config.dataset))['vocab_size']
+        self.seconds = {True: [], False: []}  # times of steps with and without an estimate
         self.losses = []
-        for iteration in (0, 1, 0, 1):  # compiles, allocates the optimizer's state and the gradients
+        for iteration in (0, 1, 0, 1):  # compiles, and allocates optimizer state and gradients
             self.measure(iteration)
         for measured in self.seconds.values():
             measured.clear()
@@ -109,13 +108,13 @@ class Case:
         return time.perf_counter() - started, result
 
     def measure(self, iteration):
-        """Measure the step of iteration 0, with a Hessian estimate if the optimizer makes any, or 1, without."""
+        """Measure a step of iteration 0, with a Hessian estimate if the optimizer makes any, or 1, without."""
         seconds, step = self.timed(train.train_step, self.run, self.batch(), iteration)
         self.seconds[step.estimated].append(seconds)
         self.losses.append(step.loss)
 
     def results(self):
-        """Return this configuration's row of the table."""
+        """Return the table's row."""
         c = self.config
         plain = statistics.median(self.seconds[False] or self.seconds[True])
         row = dict(compile=c.compile, dtype=c.dtype, loss=self.losses[3], step_ms=1e3 * plain)
@@ -138,7 +137,7 @@ class Case:
             p.grad = torch.randn_like(p) * 1e-3
         fused = torch.optim.AdamW(params, lr=0.0, fused=True)
         turns = [(self.timed(optimizer.step)[0], self.timed(fused.step)[0]) for _ in range(11)]
-        own, adamw = map(statistics.median, zip(*turns[1:]))  # the first one allocates the state
+        own, adamw = map(statistics.median, zip(*turns[1:]))  # the first turn allocates the state
         optimizer.zero_grad(set_to_none=True)
         return dict(optimizer_ms=1e3 * own, over_adamw=own / adamw)
 
@@ -152,9 +151,9 @@ class Case:
             torch.cuda.empty_cache()
 
     def profile(self):
-        """Return the operators of a step, by own time on the device, and of one with an estimate if they differ."""
+        """Return a step's operators by their own time on the device, also for a step with an estimate."""
         device, tables = 'cuda' if self.device.type == 'cuda' else 'cpu', []
-        for iteration in (1, 0) if all(self.seconds.values()) else (1,):  # all steps may be of one kind
+        for iteration in (1, 0) if all(self.seconds.values()) else (1,):  # all steps may be alike
             with torch.profiler.profile() as found:
                 train.train_step(self.run, self.batch(), iteration)
             tables.append(found.key_averages().table(
@@ -163,7 +162,7 @@ class Case:
 
 
 def set_up(text, folder):
-    """Set up this process's `case`: arguments `text` of train.py, with the baseline in `folder`, if any."""
+    """Set up this process's `case` from the CONFIG `text`, with the baseline in `folder`, if any."""
     global case
     variables, words = environment_of(text)
     os.environ.update(variables)
@@ -173,7 +172,7 @@ def set_up(text, folder):
 
 
 def environment_of(text):
-    """Return the variables of the environment and the arguments of train.py in a CONFIG."""
+    """Split a CONFIG into environment variables and arguments of train.py."""
     words = shlex.split(text)
     split = next((i for i, word in enumerate(words) if word.startswith('-') or '=' not in word), len(words))
     return dict(word.split('=', 1) for word in words[:split]), words[split:]
@@ -190,16 +189,13 @@ def main(argv=None):
     parser.add_argument('--rounds', type=at_least(1), default=15,
                         help='steps of each kind and configuration (default: 15)')
     parser.add_argument('--jobs', type=at_least(1), default=1,
-                        help='CONFIGs set up at a time: more compile sooner, and take more memory (default: 1)')
+                        help='CONFIGs set up at a time; more compile sooner but take more memory (default: 1)')
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of each CONFIG')
-    parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
-    # A CONFIG may begin with --, like a flag, so the CONFIGs are what argparse leaves over.
+    parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write all measurements as JSON')
+    # argparse leaves the CONFIGs over, because they may begin with --, like flags.
     args, texts = parser.parse_known_args(argv)
     if args.baseline and not (args.baseline / 'model.py').is_file():
         raise SystemExit(f'--baseline={args.baseline}: no model.py in it; pass a checkout of nanoGPT or a similar one')
-    for path in filter(None, (args.output, args.profile)):  # checked before anything is measured
-        if not path.parent.is_dir() or path.is_dir():
-            raise SystemExit(f'{path}: cannot be written; name a file in a directory that exists')
     model = CUDA_MODEL if torch.cuda.is_available() else CPU_MODEL
     texts = texts or [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
     adamw = [text for text in texts if train.resolve(environment_of(text)[1]).optimizer_name == 'adamw']

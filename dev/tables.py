@@ -1,8 +1,8 @@
-"""Write the tables of docs/optimizers.md, which come from optimizers.py.
+"""Write the tables of docs/optimizers.md from optimizers.py.
 
   python dev/tables.py            after a change to the table of optimizers
 
-A table stands between the lines <!-- table: NAME --> and <!-- end -->; all other text is written by hand.
+A table is between the lines <!-- table: NAME --> and <!-- end -->. All other text is written by hand.
 """
 
 import re
@@ -20,7 +20,7 @@ PAGE = ROOT / 'docs/optimizers.md'
 
 
 def number(value):
-    """Format a number as people write it: 0.0006 → 6e-4."""
+    """Format a number compactly: 0.0006 → 6e-4."""
     if value and abs(value) < 1e-2:
         mantissa, exponent = f'{value:e}'.split('e')
         return f'{float(mantissa):g}e{int(exponent)}'
@@ -34,7 +34,7 @@ def table(head, rows):
 
 
 def shared(cells_of):
-    """Return a row for each distinct list of cells, {name: cells}, that begins with the names that share it."""
+    """Merge {name: cells} into a row for each distinct list of cells, beginning with the names that share it."""
     rows = {}
     for name, cells in cells_of.items():
         rows.setdefault(tuple(cells), []).append(f'`{name}`')
@@ -42,7 +42,7 @@ def shared(cells_of):
 
 
 def optimizer_settings(hessian):
-    """List the settings of the optimizers with or without a Hessian, and whether they can be sharded."""
+    """List the settings of optimizers with or without a Hessian, and whether they support sharding."""
     mine = {name: row for name, row in optimizers.OPTIMIZERS.items() if ('hessian_interval' in row.settings) == hessian}
     used = {key for row in mine.values() for key in row.settings} - {'optimizer_args'}
     keys = [key for key in train.DEFAULTS if key in used]

@@ -1,27 +1,26 @@
-"""Measure how good the h of a run is: would more draws, a fresher h or a larger batch help it?
+"""Measure how good the h of a run is: would more draws, a fresher h or a larger batch improve it?
 
   python scripts/curvature.py out/quickstart                             a run of Sophia-G: minutes on a CPU
   python scripts/curvature.py out/gpt2-small-adamw --sequences 100 --estimator hutchinson        the paper's Figure "lt"
 
-It compares the checkpoint's h with a low-noise h, the mean of the squared gradients of single sequences on labels drawn
-from the model, as training draws them (`loss.Losses` and the hook, in training mode). The sequences are the same for
-every checkpoint: those of an iteration 0. Without Sophia-G's h, or with --estimator hutchinson, it only describes the
-diagonal. The table has a row for each KIND of hessian_norm/KIND.
+Compares the checkpoint's h with a low-noise h, the mean squared gradient of single sequences on labels that are sampled
+as in training. Every checkpoint gets the same sequences. Without Sophia-G's h, or with --estimator hutchinson, only
+describes the diagonal. The table has a row for each KIND of hessian_norm/KIND:
 
-  positive          share of the diagonal's entries that are above 0
+  positive          share of the diagonal's entries above 0
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
-  cv_1, cv_n        standard deviation of one estimate over its mean, with 1 and n parts (--hessian_parts); with
-                    --estimator hutchinson of one sequence and one vector
-  noise_of_h        the same of the run's h, an average of estimates
+  cv_1, cv_n        standard deviation of one estimate over its mean, with 1 and n parts (--hessian_parts); for
+                    --estimator hutchinson, with one sequence and one vector
+  noise_of_h        the same for the run's h, an average of estimates
   log_corr          correlation of log h of the run and of the low-noise h
-  scale             sum of h of the run, which begins at 0, over that of the low-noise h
+  scale             sum of the run's h, which begins at 0, over the sum of the low-noise h
 
-A second table is of the whole model: signal_over_noise of the gradient of one sequence; the level that h has reached,
-as a share of its own; how many equally weighted estimates would have as much noise as h (averaged), and their mean_age
-in iterations.
+A second table is about the whole model: signal_over_noise of one sequence's gradient; level, the sum of the weights of
+the estimates in h; averaged, the number of equally weighted estimates with as much noise as h; mean_age of the
+estimates in iterations.
 
-More parts help where noise_of_h is large, say above 0.3. Where it is small and log_corr is well below agreement, h is
-stale, and a lower β2 helps.
+More parts help if noise_of_h is large, say above 0.3. If it is small and log_corr is well below agreement, h is stale,
+and a lower β2 helps.
 """
 
 import sys
@@ -47,7 +46,7 @@ SEED = 1  # of sequences, labels and vectors
 
 
 def flat(tensors):
-    """Return all entries of `tensors` as one float32 vector."""
+    """Concatenate all entries of `tensors` in float32."""
     return torch.cat([t.detach().flatten().float() for t in tensors])
 
 
@@ -58,12 +57,12 @@ def log_correlation(a, b):
 
 
 def draw_gradients(model, params, sequences):
-    """Yield for each sequence (T + 1,) its number of predictions, and the gradients of their summed loss on labels that
-    the hook samples and of their summed training loss, two vectors."""
+    """Yield for each sequence (T + 1,) its prediction count, and the gradients of its summed losses on sampled labels
+    and on the true labels."""
     losses = Losses(model)
     hook = GNBHook(model, Sophia(params, 0.0), seed=SEED, interval=1, batch_size=1)
     for i, tokens in enumerate(sequences):
-        X, Y = tokens[None, :-1].contiguous(), tokens[None, 1:].clone()  # in which GPT.forward may mask targets
+        X, Y = tokens[None, :-1].contiguous(), tokens[None, 1:].clone()  # GPT.forward may mask targets in place
         hook.start(i)
         _, loss, loss_hat, predictions = losses(X, Y, **hook.labels(X, Y, slice(0, 1)))
         yield predictions.item(), *(
@@ -84,15 +83,15 @@ class Diagonal:
 
     @property
     def halves(self):
-        """Two vectors, from half of the sequences each, whose sum is the low-noise h."""
+        """Two vectors, each from half of the sequences. Their sum is the low-noise h."""
         return [half / self.weights for half in self.sums]
 
     def cv(self, at=slice(None), size=1, parts=1):
-        """Return the standard deviation over the mean of an estimate from `size` sequences, of Algorithm 2's in `parts`
+        """Return the standard deviation over the mean of an estimate by Algorithm 2 from `size` sequences in `parts`
         parts. Both are root mean squares over the coordinates `at`.
 
         The square of a sum of n independent variables with mean 0 has the variance 2 + κ/n, in units of its squared
-        mean, where κ is the excess kurtosis of one.
+        mean, where κ is the excess kurtosis of one variable.
         """
         squared_mean = (sum(self.sums)[at] / self.N).square().mean()
         variance = (self.squares[at].mean() / self.N - squared_mean) * self.N / (self.N - 1)
@@ -101,32 +100,32 @@ class Diagonal:
 
 
 def gnb_diagonal(model, params, sequences):
-    """Return the `Diagonal` by the squared gradients of single sequences on sampled labels, and ‖E g‖² / E‖g − E g‖²
-    for the gradient g of a sequence's summed training loss."""
+    """Return the `Diagonal` by Algorithm 2, and ‖E g‖² / E‖g − E g‖² for the gradient g of a sequence's summed
+    training loss."""
     found, gradient, square = Diagonal(), 0, 0
     for predictions, g, true in draw_gradients(model, params, sequences):
         found.add(g ** 2, predictions)
         gradient, square = gradient + true, square + true.square().sum().item() / len(sequences)
-    signal = max(1e-30, (gradient.square().sum().item() / found.N - square) / (found.N - 1))  # without bias
+    signal = max(1e-30, (gradient.square().sum().item() / found.N - square) / (found.N - 1))  # unbiased
     return found, signal / (square - signal)
 
 
 def hutchinson_diagonal(model, params, sequences):
-    """Return the `Diagonal` by Algorithm 1's estimates."""
+    """Return the `Diagonal` by Algorithm 1."""
     found = Diagonal()
     for tokens in sequences:
-        with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
+        with sdpa_kernel(SDPBackend.MATH):  # flash attention has no second derivative
             found.add(flat(hutchinson(model(tokens[None, :-1].contiguous(), tokens[None, 1:].clone())[1], params)))
     return found
 
 
 def h_of_run(loaded, names):
-    """Return h of a checkpoint, a vector of the parameters `names`; None unless its optimizer is one with Sophia-G's
+    """Return a checkpoint's h for the parameters `names` as a vector, or None if its optimizer does not have Sophia-G's
     estimates and update."""
     row = OPTIMIZERS.get(loaded.state['config'].get('optimizer_name'))
     path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
     if 'optimizer' not in state or not row or (row.build, row.hook) != (build_sophia, GNBHook):
-        return None  # also of an average of checkpoints
+        return None  # an average of checkpoints has no optimizer
     saved = state['optimizer']
     if path.is_dir():
         from runtime.sharded import read_optimizer
@@ -135,8 +134,7 @@ def h_of_run(loaded, names):
 
 
 def weights_of(iterations, interval, beta2):
-    """Return facts about the estimates in h, made at iterations 0, `interval`, …: the share of its level that h, from
-    0 on, has reached; how many, equally weighted, would have as much noise; their mean age in iterations."""
+    """Return `level`, `averaged` and `mean_age` (see the top) of the estimates of iterations 0, `interval`, …"""
     made = torch.arange(0, iterations, interval, dtype=torch.float64)
     weights = (1 - beta2) * beta2 ** ((made[-1] - made) / interval)
     level = weights.sum()
@@ -145,8 +143,8 @@ def weights_of(iterations, interval, beta2):
 
 
 def describe(kind, at, diagonal, size, parts, run=None):
-    """Return the row of the table for the coordinates `at` of a kind of tensor, with the noise of an estimate from
-    `size` sequences in each number of `parts`. run: h, the parts and the number of its estimates."""
+    """Return the table's row for a `kind` of tensor, at the coordinates `at`, with the noise of estimates from `size`
+    sequences for each number of `parts`. run: h, its parts and number of estimates."""
     one, two = (half[at] for half in diagonal.halves)
     low = one + two
     row = dict(tensor=kind, parameters=len(low), positive=(low > 0).float().mean().item(),
@@ -159,7 +157,7 @@ def describe(kind, at, diagonal, size, parts, run=None):
 
 
 def draw(low, h, title, correlation):
-    """Return a figure: the histogram of the diagonal (Figure "lt"), and a run's h against the low-noise one."""
+    """Draw the histogram of the diagonal (Figure "lt") and, if given, a run's h against the low-noise h."""
     positive = low[low > 0].sort().values
     edges = torch.logspace(positive[len(positive) // 100].log10() - 1, positive[-1].log10(), 101).numpy()
     fig, axes = figure(1 if h is None else 2)

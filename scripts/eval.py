@@ -1,10 +1,10 @@
-"""Measure validation loss, perplexity and bits per byte of a trained model.
+"""Measure the validation loss, perplexity and bits per byte of a trained model.
 
   python scripts/eval.py out/gpt2-small-sophiag                          on its data set
   python scripts/eval.py gpt2 --dataset=openwebtext
 
-The tokens are cut into sequences of block_size, as in train.py, without an incomplete one at the end. Prints a line of
-JSON, for a mixture of data sets a line for each part. bits_per_byte takes the bytes per token of the whole split.
+Sequences have block_size tokens, as in train.py. Prints a line of JSON, or one for each part of a mixture of data sets.
+bits_per_byte takes the bytes per token of the whole split.
 """
 
 import json
@@ -26,13 +26,13 @@ from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bin
 
 @torch.no_grad()
 def measure(loaded, data, args):
-    """Return the results of `loaded` on `data`, a Bin, as a dict."""
+    """Evaluate `loaded` on a Bin and return the results as a dict."""
     block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
     batches = ValidationLoader(data, args.eval_sequences, args.batch_size, block_size, 0, 1, args.device)
     total, tokens = 0.0, 0
-    for X, Y in tqdm(batches, unit='batch', disable=None):  # on a terminal only
+    for X, Y in tqdm(batches, unit='batch', disable=None):  # only shown on a terminal
         with precision:
-            # A copy, because GPT.forward may mask targets in place: the loss is over all of them, as val/loss is.
+            # A copy, because GPT.forward may mask targets in place; like val/loss, this loss counts all targets.
             total += cross_entropy(loaded.model(X, Y.clone())[0], Y).double().sum().item()
         tokens += (Y >= 0).sum().item()
     loss = total / tokens
@@ -41,8 +41,7 @@ def measure(loaded, data, args):
     if data.bytes_per_token and not data.lost:
         result['bits_per_byte'] = loss / math.log(2) / data.bytes_per_token
     else:
-        why = (f'its tokens lose {data.lost:.1%} of the text' if data.bytes_per_token else
-               'its meta.json does not have the bytes of the text; prepare the data again')
+        why = f'the tokenizer loses {data.lost:.1%} of the text' if data.lost else "the text's bytes are unknown"
         print(f'note: {data.path}: no bits_per_byte, because {why}', file=sys.stderr)
     return result
 

@@ -1,9 +1,9 @@
-"""Export a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors, and the tokenizer if it can.
+"""Export a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors and, if possible, the tokenizer.
 
   python scripts/export_hf.py out/gpt2-small-sophiag hf/gpt2-small-sophiag
 
-Then `GPT2LMHeadModel.from_pretrained` and `AutoTokenizer.from_pretrained` load DEST. Before it appears, transformers
-has computed the same logits from it: an edited model whose weights happen to have a GPT-2's shapes is rejected.
+Then `GPT2LMHeadModel.from_pretrained` and `AutoTokenizer.from_pretrained` load DEST. It is written only if transformers
+computes the same logits, because an edited model's weights may happen to have a GPT-2's shapes.
 """
 
 import base64
@@ -25,28 +25,28 @@ TOLERANCE = 1e-4  # on logits, in float32
 
 
 def to_hf(model, eot_id):
-    """Return the transformers GPT2LMHeadModel with the weights of a GPT. RuntimeError if it has others."""
+    """Return transformers' GPT2LMHeadModel with the weights of a GPT. RuntimeError if they do not fit."""
     import transformers
     c, gelu = model.config, getattr(model.config, 'gelu_approximate', 'none')  # nanoGPT's config has fewer fields
-    activation = next(name for name, approximate in ACTIVATIONS.items() if approximate == gelu)
+    scaled = getattr(c, 'scale_attn_by_inverse_layer_idx', False)
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
-        activation_function=activation,
-        scale_attn_by_inverse_layer_idx=getattr(c, 'scale_attn_by_inverse_layer_idx', False),
+        activation_function=next(name for name, approximate in ACTIVATIONS.items() if approximate == gelu),
+        scale_attn_by_inverse_layer_idx=scaled, attn_implementation='eager' if scaled else None,
         resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout, bos_token_id=eot_id, eos_token_id=eot_id,
-        bias=c.bias))  # `bias` is for GPT.from_pretrained: Hugging Face's GPT-2 always has biases
+        bias=c.bias))  # GPT.from_pretrained reads `bias`; Hugging Face's GPT-2 always has biases
     zeros = {key: torch.zeros_like(w) for key, w in theirs.state_dict().items() if key.endswith('.bias')}
     weights = {key: w.t() if key.endswith(TRANSPOSED) else w for key, w in model.state_dict().items()}
     theirs.load_state_dict(zeros | weights)
-    return theirs
+    return theirs.eval()
 
 
 def fast_tokenizer(tokenizer):
-    """Return a tokenizer for the package tokenizers; None for characters, which nothing ends, and a fork's class."""
+    """Return a tokenizer of the package tokenizers; None for characters and for a fork's class."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
     if isinstance(tokenizer, FileTokenizer):
-        tokenizer.bpe.post_processor = None  # which may add tokens that no training text has
+        tokenizer.bpe.post_processor = None  # it may add tokens that training texts do not have
         return tokenizer.bpe
     if isinstance(tokenizer, GPT2):
         ranks = tokenizer.bpe._mergeable_ranks.items()
@@ -72,32 +72,27 @@ def export(loaded, dest):
     dest, model, tokenizer = Path(dest), loaded.model, loaded.tokenizer
     if dest.exists():
         raise SystemExit(f'{dest}: exists; give another folder, or remove it')
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory('.partial', f'{dest.name}.', dest.parent) as folder:
-        partial = Path(folder, 'model')
-        try:
-            exported = to_hf(model, tokenizer.eot_id)
-        except RuntimeError as error:
-            raise SystemExit(f"{dest}: not written; the weights are not a GPT-2's ({one_line(error)})") from None
-        exported.save_pretrained(partial)
-        if exported.config.scale_attn_by_inverse_layer_idx:  # transformers before 5.4 would not scale without this
-            config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
-            (partial / 'config.json').write_text(json.dumps(config, indent=2))
-        if fast := fast_tokenizer(tokenizer):
-            end = fast.id_to_token(tokenizer.eot_id)
-            transformers.PreTrainedTokenizerFast(
-                tokenizer_object=fast, bos_token=end, eos_token=end, model_max_length=model.config.block_size,
-                clean_up_tokenization_spaces=False).save_pretrained(partial)
-        else:
-            print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
-        idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
-        if tokenizer.eot_id is not None:  # an edited model may treat the documents apart
-            idx[:, 1::5] = tokenizer.eot_id
-        theirs = transformers.GPT2LMHeadModel.from_pretrained(partial).eval()(idx).logits
-        difference = (theirs - model(idx, idx.clone())[0]).abs().max().item()
-        if not difference <= TOLERANCE:  # NaN, too
-            raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
-        partial.rename(dest)
+    try:
+        theirs = to_hf(model, tokenizer.eot_id)
+    except RuntimeError as error:
+        raise SystemExit(f"{dest}: not written; the weights are not a GPT-2's ({one_line(error)})") from None
+    idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
+    if tokenizer.eot_id is not None:  # an edited model may separate documents
+        idx[:, 1::5] = tokenizer.eot_id
+    difference = (theirs(idx).logits - model(idx, idx.clone())[0]).abs().max().item()
+    if not difference <= TOLERANCE:  # NaN is rejected, too
+        raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
+    theirs.save_pretrained(dest)
+    if theirs.config.scale_attn_by_inverse_layer_idx:  # transformers before 5.4 only scales eager attention
+        config = json.loads((dest / 'config.json').read_text()) | dict(_attn_implementation='eager')
+        (dest / 'config.json').write_text(json.dumps(config, indent=2))
+    if fast := fast_tokenizer(tokenizer):
+        end = fast.id_to_token(tokenizer.eot_id)
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=fast, bos_token=end, eos_token=end, model_max_length=model.config.block_size,
+            clean_up_tokenization_spaces=False).save_pretrained(dest)
+    else:
+        print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
     return difference
 
 

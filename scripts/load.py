@@ -13,18 +13,18 @@ from runtime.device import DTYPES, check_device, device_defaults
 from runtime.files import expanded
 from runtime.gpt import HUB_MODELS, with_weights
 from runtime.rng import seed_all
-from train import GPT, GPTConfig  # those that training uses
+from train import GPT, GPTConfig  # the classes that training uses
 
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
 
 
 @dataclass
 class Loaded:
-    """A model, and what is known of it."""
+    """A model with its tokenizer and metadata."""
     path: Path
     model: GPT
     tokenizer: tokenizers.Tokenizer | None  # None if unknown
-    state: dict = field(default_factory=dict)  # the checkpoint without weights and optimizer, {} for Hugging Face's
+    state: dict = field(default_factory=dict)  # the checkpoint's metadata; {} for Hugging Face models
 
 
 def add_model_flags(parser):
@@ -38,7 +38,7 @@ def add_tokenizer_flag(parser):
     """Add --tokenizer, an argument of `load`."""
     parser.add_argument('--tokenizer', metavar='NAME|DIR',
                         help=f'{tokenizers.TOKENIZER_NAMES}, or the directory of a data set made with it; needed only '
-                             'if the checkpoint does not hold its tokenizer')
+                             'if the checkpoint does not contain its tokenizer')
 
 
 def dtype_name(args):
@@ -47,8 +47,8 @@ def dtype_name(args):
 
 
 def load(path, device='cpu', tokenizer=None, training=False):
-    """Load the model at `path`, see MODEL_HELP, as a `Loaded`; `tokenizer` is the value of --tokenizer. The model is in
-    evaluation mode or, if `training`, as train.py trains it."""
+    """Load the model at `path`, see MODEL_HELP, as a `Loaded`. `tokenizer`: value of --tokenizer. The model is in
+    evaluation mode, or in train.py's mode if `training`."""
     device, given = check_device(device), Path(path)
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
         model, path, state = GPT.from_pretrained(path), given, {}
@@ -66,15 +66,15 @@ def load(path, device='cpu', tokenizer=None, training=False):
         model = with_weights(GPT, GPTConfig(**args), weights)
         meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
         if meta is None and dataset and not tokenizer and (first_dir(dataset) / 'train.bin').is_file():
-            meta = read_meta(first_dir(dataset))  # nanoGPT's checkpoints do not hold it
-    if not training:  # or as built, because `train` would also change modules that their constructor evaluates
+            meta = read_meta(first_dir(dataset))  # nanoGPT's checkpoints do not contain it
+    if not training:
         model.eval()
     return Loaded(path, model.to(device), chosen_tokenizer(tokenizer, meta, path), state)
 
 
 def chosen_tokenizer(name, meta, path):
-    """Return the tokenizer of --tokenizer=`name` or, without the flag, of `meta`, with which the model at `path` was
-    trained; None if both are missing. SystemExit if the two differ."""
+    """Return the tokenizer of --tokenizer=`name` or else of `meta`, with which the model at `path` was trained; None
+    without both. SystemExit if they differ."""
     if name:
         folder = Path(expanded(name, '--tokenizer='))
         named = read_meta(folder) if (folder / 'train.bin').is_file() else tokenizers.get_tokenizer(name).meta
@@ -85,38 +85,29 @@ def chosen_tokenizer(name, meta, path):
 
 
 def with_tokenizer(loaded):
-    """Return `loaded` with its vocabulary cut to its tokenizer's, so that padding is never sampled."""
+    """Return `loaded` without the padding of its vocabulary, so that padding is never sampled."""
     tokenizer, size = loaded.tokenizer, loaded.model.config.vocab_size
     if tokenizer is None:
         raise SystemExit(f'{loaded.path}: its tokenizer is unknown; pass --tokenizer={tokenizers.TOKENIZER_NAMES}|DIR, '
-                         'where DIR is a data set made with it, or prepare the data set again')
+                         'where DIR is a data set made with it')
     if tokenizer.vocab_size > size:
         raise SystemExit(f'{loaded.path}: the model has {size} ids, fewer than the tokenizer {tokenizer.name} '
                          f'({tokenizer.vocab_size}); check --tokenizer')
     if tokenizer.vocab_size < size:
-        crop_vocab_size(loaded.model, tokenizer.vocab_size)
+        size, embedding, head = tokenizer.vocab_size, loaded.model.transformer.wte, loaded.model.lm_head
+        for p in (*embedding.parameters(), *head.parameters()):  # cropping a tied weight twice does no harm
+            p.data = p.data[:size]
+        loaded.model.config.vocab_size = embedding.num_embeddings = head.out_features = size
     return loaded
 
 
-def crop_vocab_size(model, vocab_size):
-    """Remove the ids from `vocab_size` on, the padding, from a GPT."""
-    embedding, head = model.transformer.wte, model.lm_head
-    for p in (*embedding.parameters(), *head.parameters()):  # a tied weight twice, which does no harm
-        p.data = p.data[:vocab_size]
-    model.config.vocab_size = embedding.num_embeddings = head.out_features = vocab_size
-
-
 def open_bins(loaded, dataset, split):
-    """Open the Bins of a split of `dataset`, by default `loaded`'s; a mixture has several."""
+    """Open the Bins of a split of `dataset`, by default `loaded`'s. A mixture has several."""
     dataset = dataset or loaded.state.get('config', {}).get('dataset')
-    tokenizer, shape = loaded.tokenizer, loaded.model.config
     if not dataset:
         raise SystemExit(f'{loaded.path}: does not name its data set; pass --dataset')
-    bins = [Bin(data_dir(name), split, share, shape.block_size) for name, share in parts_of(dataset).items()
-            if share or split != 'train']  # a part of weight 0 is for validation only
+    bins = [Bin(data_dir(name), split, share, loaded.model.config.block_size)
+            for name, share in parts_of(dataset).items() if share or split != 'train']
     for data in bins:
-        tokenizers.check_same_tokenizer(data, tokenizer and tokenizer.meta, loaded.path)
-        if data.vocab_size > (ids := tokenizer.vocab_size if tokenizer else shape.vocab_size):
-            raise SystemExit(f'{data.path}: has {data.vocab_size} ids, but {loaded.path} has {ids}; prepare the data '
-                             'with the tokenizer of the model')
+        tokenizers.check_same_tokenizer(data, loaded.tokenizer and loaded.tokenizer.meta, loaded.path)
     return bins

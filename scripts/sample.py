@@ -4,7 +4,7 @@
   python scripts/sample.py out/gpt2-small-sophiag --start='Once upon a time' --num_samples=3 --top_p=0.95
   python scripts/sample.py gpt2 --start=FILE:prompt.txt --temperature=0
 
-Text goes to standard output, everything else to standard error.
+Text goes to standard output, notes to standard error.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main(argv=None):
     parser.add_argument('--top_k', type=at_least(0), default=200,
                         help='only the k likeliest tokens; 0: all (default: 200)')
     parser.add_argument('--top_p', type=at_least(0, float, at_most=1), default=1.0,
-                        help='only the likeliest tokens that together have this probability (default: 1)')
+                        help='only the likeliest tokens with this probability in total (default: 1)')
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)
@@ -46,15 +46,15 @@ def main(argv=None):
     loaded = with_tokenizer(load(args.checkpoint or args.out_dir or 'out', args.device, args.tokenizer))
     model, tokenizer = loaded.model, loaded.tokenizer
     if prompt is None or prompt == '' and tokenizer.eot_id is None:
-        prompt = tokenizer.default_prompt
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # where a document begins
+        prompt = '\n'
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # a document follows the end of another
     if END_OF_TEXT in prompt:
         print(f"note: {END_OF_TEXT} in the prompt is ordinary text; --start='' starts a document", file=sys.stderr)
     print(f'{loaded.path}: {num_params(model):,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
 
     idx = torch.tensor([ids], device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all the same
+    for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all alike
         with autocast(args.device, dtype_name(args)):
             row = generate(model, idx, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
                            top_p=args.top_p if args.top_p < 1 else None,

@@ -1,15 +1,14 @@
-"""Train a grid or a list of runs; resumable; prints a table by validation loss.
+"""Train a grid or a list of runs, and print a table sorted by validation loss.
 
   python scripts/sweep.py --out_dir out/lr --grid optimizer_name=adamw,lion learning_rate=1e-3,2e-3 \\
       -- config/quickstart.py --max_iters=200
   python scripts/sweep.py --out_dir out/sensitivity --spec config/ablation/sensitivity.json
   python scripts/sweep.py --out_dir out/sensitivity            again: trains the missing runs
-  python scripts/sweep.py --out_dir out/sensitivity --table    only the table; reads files, executes nothing
+  python scripts/sweep.py --out_dir out/sensitivity --table    only prints the table; executes nothing
 
-A spec is a JSON object: "base", arguments of train.py for every run, and "runs", a list of objects setting → value or
-setting → list of values. Every combination of the values is a run. Other keys, such as "about", are comments. A run's
-directory is named after its settings; OUT_DIR/sweep.json keeps the spec. A run that diverged is not trained again
-unless its directory is removed.
+A spec is a JSON object: "base", a list of arguments of train.py for every run, and "runs", a list of objects with a
+value or a list of values for each setting. Every combination of values is a run, in a directory named after its
+settings. OUT_DIR/sweep.json keeps the spec. Diverged runs are not trained again unless their directory is removed.
 """
 
 import contextlib
@@ -38,50 +37,50 @@ from runtime.files import local_path, one_line, one_line_errors, write_json
 from runtime.signals import undo_at_end
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
+GRACE_SECONDS = 60  # a stopping run has this long to save its state
 
 
 @dataclass
 class Trial:
-    """One run: its directory, the settings that tell it from others, and the arguments of train.py."""
+    """One run: its directory, the settings that are varied, and the arguments of train.py."""
     out_dir: Path
     settings: dict
     argv: list
 
     @property
     def run(self):
-        """The `RunRecord` so far, or None."""
+        """The `RunRecord`, or None if there is no run yet."""
         return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
 
     @property
     def ended(self):
-        """Whether the run is finished, or has diverged."""
+        """Whether the run has finished or diverged."""
         return bool(run := self.run) and run.ended
 
     @property
     def last_line(self):
-        """The last line of its log.txt, in which earlier starts may have ended otherwise."""
+        """The last line of its log.txt."""
         text = (self.out_dir / 'log.txt').read_text(encoding='utf-8', errors='replace')
         return text.rstrip().split('\n')[-1].strip()
 
     def check(self):
-        """SystemExit unless train.py accepts the arguments, and a run that is there has the same settings. Executes
-        config files."""
+        """Exit unless train.py accepts the arguments and an existing run in the directory has the same settings.
+        Executes config files."""
         run = self.run
-        # The launcher sets the number of ranks, and a run's files say how many trained it.
+        # The launcher sets the number of ranks; config.json records it.
         c = train.resolve([*self.argv, '--gradient_accumulation_steps=0'], run and run.about.get('world_size'))
-        unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # dtype's default is this machine's
-        if train.finetunes(c):  # the pretrained weights decide these
+        unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # the machine decides the default dtype
+        if train.finetunes(c):  # the pretrained weights decide the shape
             unchecked |= c.having('model') - {'block_size', 'dropout'}
         before = run.about['config'] if run else {}
         for key, value in c.values.items():
             if key not in unchecked and value != before.get(key, value):
-                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {before[key]!r}, asked for is '
-                                 f'{value!r}; choose another --out_dir or remove it')
+                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {before[key]!r}, not {value!r}; choose '
+                                 'another --out_dir or remove it')
 
 
 def outcome_of(run):
-    """Return (final validation loss, math.inf if the run diverged; 'finished'), or (None, why it does not count)."""
+    """Return (final validation loss, 'finished'), math.inf for a diverged run, or (None, reason)."""
     if run is None:
         return None, 'not begun'
     if run.diverged:
@@ -90,7 +89,7 @@ def outcome_of(run):
 
 
 def trials_of(spec, out_dir):
-    """Return the `Trial`s of a spec, see the top of this file, in its order; equal ones once."""
+    """Return the distinct `Trial`s of a spec (see the top of this file) in its order."""
     trials = {}
     for grid in spec['runs']:
         for values in itertools.product(*(value if isinstance(value, list) else [value] for value in grid.values())):
@@ -103,7 +102,7 @@ def trials_of(spec, out_dir):
 
 
 def canonical(key, value):
-    """Return the value of a setting as text, equal values in one way: 1e-3 as 0.001, 1e3 as 1000, true as True."""
+    """Return a setting's value as text, the same for equal values: 1e-3 as 0.001, 1e3 as 1000, true as True."""
     if key not in train.DEFAULTS:
         return str(value)  # train.py rejects the key
     value = from_text(f'--{key}', str(value), Config(train.DEFAULTS).declared[key].type)
@@ -111,29 +110,28 @@ def canonical(key, value):
 
 
 def read_spec(path):
-    """Return the spec in a JSON file, a dict."""
+    """Read a spec from a JSON file."""
     try:
         spec = json.loads(Path(path).read_text(encoding='utf-8'))
         return {**spec, 'runs': [dict(grid) for grid in spec['runs']]}
     except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f'{path}: not a spec ({type(error).__name__}: {one_line(error)}); it is a JSON object with '
-                         '"runs", a list of objects, see --help') from None
+        raise SystemExit(f'{path}: not a spec, see --help ({type(error).__name__}: {one_line(error)})') from None
 
 
 def split_values(pairs):
-    """Parse KEY=V1,V2 into {setting: list of values}. A mixture of data sets is one value, as is optimizer_args."""
+    """Parse KEY=V1,V2 into {setting: list of values}. A mixture of data sets and optimizer_args are one value."""
     found = {}
     for pair in pairs:
         key, _, values = pair.partition('=')
         if key in found:
-            raise SystemExit(f'{pair}: {key} is there twice; pass all its values at once')
+            raise SystemExit(f'{pair}: {key} is given twice; pass all its values at once')
         one = key == 'optimizer_args' or key == 'dataset' and ':' in values
         found[key] = [values] if one else values.split(',')
     return found
 
 
 def sweep_argparser(doc):
-    """Return an ArgumentParser with the arguments of train.py, --out_dir, --jobs, and --launcher, a list of words."""
+    """Build an ArgumentParser with train.py's arguments, --out_dir, --jobs and --launcher."""
     parser = argument_parser(doc)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
     parser.add_argument('--out_dir', required=True, type=local_path, help='each run gets a directory in it')
@@ -145,8 +143,8 @@ def sweep_argparser(doc):
 
 @undo_at_end()
 def train_all(trials, jobs, launcher):
-    """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
+    """Train or resume the `trials` that have not ended, `jobs` at a time. Reports each on stderr."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     waiting, running = [trial for trial in trials if not trial.ended], {}  # running: slot → (trial, process)
     try:
         while waiting or running:
@@ -163,7 +161,7 @@ def train_all(trials, jobs, launcher):
         raise SystemExit('interrupted; the same command resumes where it stopped') from None
     finally:
         for _, process in running.values():
-            process.terminate()  # upon which it saves its state
+            process.terminate()  # it saves its state
         for _, process in running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
@@ -171,29 +169,25 @@ def train_all(trials, jobs, launcher):
 
 
 def start_trial(trial, launcher, slot, jobs):
-    """Start train.py on a trial, the `slot`-th of `jobs` at a time; return the process."""
+    """Start train.py on a trial, as number `slot` of `jobs` at a time. Return the process."""
     env = dict(os.environ)
     if jobs > 1:
         env.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // jobs)))
         gpus = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
         if gpus := gpus or [*map(str, range(torch.cuda.device_count()))]:
-            n = max(1, len(gpus) // jobs)  # each job gets as many, as one of several ranks needs them
+            n = max(1, len(gpus) // jobs)  # GPUs per job
             first = slot * n % len(gpus)
             env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[first:first + n])
-    return launch([*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
-                   '--auto_resume=True'], trial.out_dir, env=env)
-
-
-def launch(words, out_dir, **options):
-    """Start a program, whose output goes to log.txt in `out_dir`; return the process."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with (out_dir / 'log.txt').open('a') as log:
-        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
+    command = [*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
+               '--auto_resume=True']
+    trial.out_dir.mkdir(parents=True, exist_ok=True)
+    with (trial.out_dir / 'log.txt').open('a') as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
 
 
 def show(trials):
-    """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs. A
-    mean is over all seeds, or missing."""
+    """Print a table of `trials` averaged over seeds, sorted by validation loss, and notes on differences. A mean is
+    left out if a seed is missing."""
     groups, rows, roles = {}, [], Config(train.DEFAULTS).roles
     for trial in trials:
         settings = tuple((key, value) for key, value in trial.settings.items() if not is_seed(key, roles.get(key)))
@@ -217,7 +211,7 @@ def main(argv=None):
     parser = sweep_argparser(__doc__)
     parser.add_argument('--spec', help='JSON file (default: OUT_DIR/sweep.json)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
-                        help='settings and their values; given several times, several grids')
+                        help='settings and their values; may be given several times')
     parser.add_argument('--table', action='store_true', help='print the table, train nothing')
     args = parser.parse_args(argv)
     stored = args.out_dir / 'sweep.json'
@@ -228,7 +222,7 @@ def main(argv=None):
     else:
         spec = read_spec(args.spec or stored)
     trials = trials_of(spec, args.out_dir)
-    if not args.table:  # which executes no config file, as a received directory may name any program
+    if not args.table:  # the table executes no config file, because a received directory may name any program
         for trial in trials:
             trial.check()
         args.out_dir.mkdir(parents=True, exist_ok=True)

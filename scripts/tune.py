@@ -1,11 +1,10 @@
-"""Search the best settings one at a time (coordinate search), by training; resumable.
+"""Search for the best settings one at a time (coordinate search). The same command resumes.
 
   python scripts/tune.py --out_dir out/tune --noise=0.004 --values learning_rate=5e-4,1e-3,2e-3 gamma=0.05,0.15,0.5 \\
       -- config/quickstart.py --optimizer_name=sophiag
 
-The search starts from the settings of the arguments after --. It tries all values of one setting after another, with
-the others unchanged, and keeps the best value if it lowers the validation loss by more than --noise. It ends after a
-round without a change.
+Starts from the arguments after --. Tries all values of one setting after another with the others unchanged, and keeps
+the best value if it lowers the validation loss by more than --noise. Ends after a round without a change.
 """
 
 import sys
@@ -23,8 +22,8 @@ def search(values, start, noise, losses_of):
     """Return the best settings of a coordinate search and their loss.
 
     Args:
-        values: setting → list of its values, as texts. start: setting → the value to begin with.
-        losses_of: list of settings → list of their losses.
+        values: {setting: list of its values}. start: {setting: first value}. losses_of: function from a list of
+            settings to their losses.
     """
     best, before = start, None
     lowest, = losses_of([best])
@@ -65,9 +64,8 @@ def main(argv=None):
     best, loss = search(values, {key: canonical(key, begin[key]) for key in values}, args.noise, losses_of)
     show(tried.values())
     for key, value in best.items():
-        numbers = {as_number(trial.settings[key]) for trial in tried.values()}
-        if len(numbers) > 1 and not any(isinstance(number, str) for number in numbers) and (
-                as_number(value) in (min(numbers), max(numbers))):
+        numbers, best_number = {as_number(trial.settings[key]) for trial in tried.values()}, as_number(value)
+        if len(numbers) > 1 and not isinstance(best_number, str) and best_number in (min(numbers), max(numbers)):
             print(f'note: the best {key}, {value}, is at the edge of its --values; give more there')
     print(f'best of {len(tried)} settings tried: {" ".join(f"--{key}={value}" for key, value in best.items())}, '
           f'val loss {loss:.4f}')

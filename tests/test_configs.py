@@ -7,7 +7,7 @@ import train
 
 CONFIG = ROOT / 'config'
 
-# Table 3: file name, parameters, d_model, n_head, depth, peak learning rates of AdamW, Lion, Sophia-H, Sophia-G.
+# Table 2: file name, parameters, d_model, n_head, depth, peak learning rates of AdamW, Lion, Sophia-H, Sophia-G.
 TABLE_3 = [
     ('30m', '30M', 384, 6, 6, 1.2e-3, 4e-4, 1e-3, 1e-3),
     ('small', '125M', 768, 12, 12, 6e-4, 1.5e-4, 6e-4, 6e-4),

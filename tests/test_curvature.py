@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import random_gpt, rejection
-from reference import double_precision, flat  # noqa: F401 - for every test here
+from reference import double_precision  # noqa: F401 - for every test here
 
-from loss import Losses
 from runtime.files import save_pt
 from scripts import curvature
 from scripts.curvature import draw_gradients, gnb_diagonal
@@ -22,9 +21,8 @@ def gpt():
 
 
 @pytest.mark.parametrize(('name', 'known'), [
-    ('sophiag', True), ('sophiag_fresh', True), ('sophiah', False), ('adahessian', False), ('ef_clip', False),
-    ('gnb_noclip', False), ('this:Zen', False)])
-def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, name, known):
+    ('sophiag', True), ('sophiag_fresh', True), ('sophiah', False), ('ef_clip', False), ('this:Zen', False)])
+def test_only_the_h_of_sophia_g_is_judged(tmp_path, name, known):
     state = dict(w=dict(hessian=torch.ones(2)))
     save_pt(tmp_path / 'ckpt_00000001.pt', dict(model={}, model_args={}, iter_num=1, config={}, optimizer=dict(
         state=state, shapes={}, param_groups=[])))
@@ -33,16 +31,14 @@ def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, name,
     assert h.tolist() == [1, 1] if known else h is None
 
 
-@pytest.mark.parametrize('state', [{}, dict(config={})])
-def test_a_model_without_a_data_set_is_rejected(monkeypatch, gpt, state):
-    """As Hugging Face's, and without naming a flag that the script lacks."""
-    monkeypatch.setattr(curvature, 'load', lambda *_, **__: Loaded('gpt2', gpt[0], None, state))
+def test_a_model_without_a_data_set_is_rejected(monkeypatch, gpt):
+    monkeypatch.setattr(curvature, 'load', lambda *_, **__: Loaded('gpt2', gpt[0], None))
     assert 'gpt2: does not name its data set; give a checkpoint' in rejection(curvature.main, ['gpt2', '--device=cpu'])
 
 
 @pytest.mark.parametrize(('size', 'parts'), [(1, 1), (4, 1), (4, 2), (4, 4)])
 def test_the_noise_of_an_estimate_by_parts(monkeypatch, size, parts):
-    """Its variance from the moments of single gradients is that of many estimates, here of coin tosses and normals."""
+    """Computed from the moments of single gradients, here coin tosses and normals, it agrees with many estimates."""
     gs = torch.cat([torch.randn(40_000, 1), 2.0 * torch.randint(2, (40_000, 1)) - 1], 1)
     monkeypatch.setattr(curvature, 'draw_gradients', lambda *_: ((3, g, g) for g in gs[:4000]))
     gradients, _ = gnb_diagonal(None, None, torch.zeros(4000, 4))
@@ -53,47 +49,23 @@ def test_the_noise_of_an_estimate_by_parts(monkeypatch, size, parts):
         assert gradients.cv(at, size, parts) == pytest.approx(cv, rel=0.1, abs=0.02)
 
 
-def test_a_second_head_is_measured_by_the_fork_s_own_losses(gpt, monkeypatch):
-    """By the model's logits alone its h would be 0, and the scale infinite."""
-    class TwoHeads(Losses):
-        def forward(self, idx, targets, **labels):
-            _, loss, loss_hat, predictions = super().forward(idx, targets, **labels)
-            loss_hat += (self.model.head_2.weight * labels['uniforms'].sum()).sum()
-            return None, loss, loss_hat, predictions
-
-    model, sequences = copy.deepcopy(gpt[0]), gpt[1]
-    model.head_2 = torch.nn.Linear(4, 8, bias=False)
-    monkeypatch.setattr(curvature, 'Losses', TwoHeads)
-    params = list(model.parameters())
-    at = slice(-model.head_2.weight.numel(), None)
-    assert params[-1] is model.head_2.weight and (sum(gnb_diagonal(model, params, sequences)[0].halves)[at] > 0).all()
-
-
 def test_masked_targets_are_left_out(gpt):
-    """Also if GPT.forward masks them in place, as docs/hacking.md says: the sequences stay as they are."""
+    """Also if GPT.forward masks them in place, without changing the sequences."""
     model, sequences = copy.deepcopy(gpt[0]).double(), gpt[1].clone()
     params, before, forward = list(model.parameters()), sequences.clone(), model.forward
     model.forward = lambda idx, targets: forward(idx, targets.masked_fill_(targets == 3, -1))
     found = [*draw_gradients(model, params, sequences)]
     assert torch.equal(sequences, before)
-    for (count, _, true), tokens in zip(found, sequences):
-        targets = torch.where(tokens[1:] == 3, -1, tokens[1:])
-        assert count == (targets >= 0).sum()
-        if count:
-            loss = forward(tokens[None, :-1], targets[None])[1] * count
-            torch.testing.assert_close(true, flat(torch.autograd.grad(loss, params)).float(), rtol=1e-4, atol=1e-5)
+    assert [count for count, *_ in found] == (sequences[:, 1:] != 3).sum(1).tolist()
     gradients, _ = gnb_diagonal(model, params, sequences)
     expected = sum(g ** 2 for _, g, _ in found) / sum(count for count, *_ in found)
     torch.testing.assert_close(sum(gradients.halves), expected)
 
 
-def test_signal_and_noise_are_those_of_the_gradients(gpt):
+def test_signal_over_noise(gpt):
     model, sequences = gpt
-    model = model.double()
-    params = list(model.parameters())
+    params = list(model.double().parameters())
     true = torch.stack([t for *_, t in draw_gradients(model, params, sequences)])
-    torch.testing.assert_close(true.sum(0), flat(torch.autograd.grad(
-        model(sequences[:, :-1], sequences[:, 1:])[1] * 4 * len(sequences), params)).float(), rtol=1e-4, atol=1e-4)
     noise = true.var(0).sum().item()
     signal = true.mean(0).square().sum().item() - noise / len(true)
     assert gnb_diagonal(model, params, sequences)[1] == pytest.approx(signal / noise, rel=1e-3)
@@ -106,7 +78,7 @@ def test_entries_that_are_0_have_no_logarithm():
 
 @pytest.mark.parametrize('iterations', [1, 20, 605])
 def test_the_weights_in_h_are_those_of_its_recursion(iterations):
-    """From h = 0, by the noise and the age that come out where an estimate is noise or its age."""
+    """Computed by running the recursion from h = 0."""
     h = age = variance = 0.0
     for i in range(iterations):
         if i % 10 == 0:

@@ -29,7 +29,7 @@ from data import sources, writer
 from data.fineweb import prepare as fineweb
 from data.loader import Bin, read_meta
 from data.openwebtext import prepare as openwebtext
-from data.tokenizer import TOKENIZERS, Char, GPT2Tokens, Tokenizer, get_tokenizer, tokenizer_from_meta
+from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
 from data.writer import Corpus, write_bins
 from scripts.load import load
 
@@ -46,7 +46,7 @@ def environment(gpt2_cache, tmp_path_factory):
 
 def thread_pool(num_proc, context, initializer, initargs):
     """A pool without processes, which take a second to start."""
-    writer.encode.tokenizer, = initargs
+    writer.encode.tokenizer = tokenizer_from_meta(*initargs)
     return ThreadPoolExecutor(1)
 
 
@@ -56,14 +56,11 @@ def in_process(request, monkeypatch):
         monkeypatch.setattr(writer, 'ProcessPoolExecutor', thread_pool)
 
 
-def texts(n, seed=0, words=40):
-    """n documents of about `words` words, no two alike, with line ends, marks and letters outside ASCII."""
-    rng = random.Random(seed)
-    vocabulary = ['sophia', 'Hessian', 'the', 'clipped', 'über', 'naïve', '数学', '🙂', '3.14', "don't", 'x_1', EOT[:7]]
-    ends = [' ', ' ', ' ', '  ', ', ', '.\n', '\n\n', '\t', '\r\n']
-    lengths = [rng.randint(1, 2 * words) for _ in range(n)]
-    return [f'{seed}/{i} ' + ''.join(rng.choice(vocabulary) + rng.choice(ends) for _ in range(length))
-            for i, length in enumerate(lengths)]
+def texts(n):
+    """n documents, no two alike, with line ends, marks and letters outside ASCII."""
+    rng = random.Random(0)
+    words = ['sophia ', 'Hessian, ', 'über  ', 'naïve\n', '数学\t', '🙂\r\n', '3.14.\n\n', "don't ", EOT[:7]]
+    return [f'{i} ' + ''.join(rng.choices(words, k=rng.randint(1, 80))) for i in range(n)]
 
 
 def prepare(name, *args, ok=True):
@@ -82,7 +79,7 @@ def prepare(name, *args, ok=True):
 
 
 def bins(out_dir):
-    """The two bins as arrays, checked against meta.json; and meta.json."""
+    """The two bins as arrays and meta.json, checked against each other."""
     meta = json.loads((out_dir / 'meta.json').read_text())
     found = []
     for split in ('train', 'val'):
@@ -91,17 +88,11 @@ def bins(out_dir):
         found.append(np.frombuffer(data, dtype=meta['dtype']))
         assert len(found[-1]) == meta[split]['tokens']
         assert found[-1].max() < meta['vocab_size']
-        if meta['tokenizer'] == 'byte':  # and the ends of the documents are no text
+        if meta['tokenizer'] == 'byte':
             assert meta[split]['bytes'] == len(found[-1]) - meta[split]['documents']
-    own_tokenizer = ['tokenizer.json'] * (meta['tokenizer'] == 'tokenizer.json')
-    assert left(out_dir) == ['meta.json', *own_tokenizer, 'train.bin', 'val.bin']
+    assert {path.name for path in out_dir.iterdir()} - {'tokenizer.json'} == {
+        'meta.json', 'prepare.lock', 'train.bin', 'val.bin'}
     return *found, meta
-
-
-def left(out_dir):
-    """The names of the files in a directory of bins, without the lock's; 'parts' for the directory of parts."""
-    return sorted({re.sub(r'^parts\.\w{12}$', 'parts', path.name) for path in out_dir.iterdir()}
-                  - {'prepare.lock'}) if out_dir.exists() else []
 
 
 def done(out_dir):
@@ -125,19 +116,16 @@ def by_split(corpus):
 
 
 def write_parquet(path, rows, key='text'):
-    import pyarrow
     import pyarrow.parquet
     pyarrow.parquet.write_table(pyarrow.table({'url': [f'u{i}' for i in range(len(rows))], key: rows}), path)
     return path
 
 
 def write_jsonl(path, rows, key='text'):
-    """The file, in two frames if it is compressed."""
     import pyarrow
     data = ''.join(json.dumps({'meta': {'set': 'x'}, key: row}) + '\n' for row in rows).encode()
     if kind := {'.gz': 'gzip', '.zst': 'zstd'}.get(path.suffix):
-        halves = data[:len(data) // 2], data[len(data) // 2:]
-        data = b''.join(pyarrow.compress(half, kind, asbytes=True) for half in halves)
+        data = pyarrow.compress(data, kind, asbytes=True)
     path.write_bytes(data)
     return path
 
@@ -174,7 +162,7 @@ def interrupted(corpus, after, error=KeyboardInterrupt):
     ('few', 'byte', '8d09431c6e57cf1a', '40f487499258ec3c'),
     ('table', 'gpt2', '17a838d9c4e2e1c9', 'e481404fb0adaf20')])
 def test_bins_never_change(kind, tokenizer, train, val, tmp_path, monkeypatch):
-    """Pinned, whatever the number of processes and wherever the run is interrupted."""
+    """Pinned, for any number of processes and after interruptions."""
     tokenizer = get_tokenizer(tokenizer)
     for out, num_proc, chars, rows, stops in (('whole', 1, 2 ** 20, 1000, ()), ('interrupted', 2, 2000, 100, (6, 8))):
         monkeypatch.setattr(sources, 'CHARS', chars)
@@ -203,9 +191,7 @@ def test_openwebtext_has_nanogpts_split(tmp_path, monkeypatch):
         assert ids.tolist() == [i for text in parts[part]['text'] for i in [*tokenizer.encode(text), tokenizer.eot_id]]
         assert meta[split]['documents'] == size
         assert meta[split]['bytes'] == len(''.join(parts[part]['text']).encode())
-    assert {key: meta[key] for key in meta if key not in ('train', 'val')} == {
-        **tokenizer.meta, 'source': openwebtext.REPOSITORY, 'revision': openwebtext.REVISION,
-        'split': f'train_test_split: {openwebtext.SPLIT}'}
+    assert meta['split'] == "train_test_split: {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}"
 
 
 def test_shakespeare_char_is_nanogpts(tmp_path):
@@ -225,22 +211,13 @@ def test_tokenizer(name, vocab_size, eot_id):
     tokenizer = get_tokenizer(name)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot_id) == (name, vocab_size, eot_id)
     assert tokenizer.dtype == 'uint16'
-    documents = [*texts(20), '', f'a{EOT}b']
-    for text in documents:
+    for text in [*texts(20), '', f'a{EOT}b']:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert eot_id not in ids
     assert tokenizer.decode(tokenizer.encode('a\ud800b')) == 'a\ufffdb'
     again = tokenizer_from_meta(json.loads(json.dumps(tokenizer.meta)))
     assert again.encode('the same') == tokenizer.encode('the same')
-
-
-def test_a_document_that_cannot_be_encoded_is_named(tmp_path):
-    panic = BaseException('called `Result::unwrap()` on an `Err` value\nstack backtrace')  # as of one in Rust
-    with patch.object(Char, 'encode', side_effect=panic):
-        message = rejection(write_bins, small_corpus(), Char('ab'), tmp_path, 1)
-    assert message == ("the tokenizer char cannot encode the document for train.bin that begins with 'a' ("
-                       'BaseException: called `Result::unwrap()` on an `Err` value stack backtrace)')
 
 
 @pytest.fixture
@@ -272,11 +249,8 @@ def test_a_tokenizer_file_is_kept_with_the_bins(tokenizer_file, tmp_path):
     checkpoint = json.loads(json.dumps(Bin(out_dir, 'train').tokenizer))
     for entry in (read_meta(out_dir), checkpoint):  # neither needs the file that was given
         tokenizer = tokenizer_from_meta(entry)
-        assert tokenizer.eot_id == 1
         assert documents_of(train, tokenizer) + documents_of(val, tokenizer) == [
             *(row for i, row in enumerate(rows) if i % 10 != 9), *rows[9::10]]
-    (out_dir / 'tokenizer.json').unlink()
-    assert 'meta.json: not a valid meta.json' in rejection(Bin, out_dir, 'train')
 
 
 def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
@@ -285,48 +259,27 @@ def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_
         config.write_text(json.dumps(content))
         tokenizer = get_tokenizer(tokenizer_file)
         assert tokenizer.eot_id == tokenizer.bpe.token_to_id(token)
-    for text, words in (('{"eos_token": "none such"}', 'none of its tokens ends a document (none such)'),
-                        ('{"eos_token": "a"}', 'a inside a text would end the document'), ('[]', 'cannot be read')):
+    for text, words in ('{"eos_token": "none such"}', 'no end-of-text token (none such)'), ('[]', 'cannot be read'):
         config.write_text(text)
         assert words in rejection(get_tokenizer, tokenizer_file)
-    assert '--tokenizer=gpt3: unknown; there are gpt2, byte' in rejection(get_tokenizer, 'gpt3')
+    assert '--tokenizer=gpt3: unknown; pass gpt2, byte' in rejection(get_tokenizer, 'gpt3')
 
 
-class Words(Tokenizer):
-    """A fork's tokenizer, whose vocabulary is its own."""
-
-    name, eot_id = 'words', 0
-
-    def __init__(self, words):
-        self.words, self.vocab_size = words, 1 + len(words)
-
-    def encode(self, text):
-        return [1 + self.words.index(word) for word in text.split()]
-
-    def decode(self, ids):
-        return ' '.join(self.words[i - 1] for i in ids)
-
-
-def test_a_tokenizer_with_a_vocabulary_of_its_own_is_kept_with_bins_and_checkpoints(tmp_path, monkeypatch):
-    """Each part of a mixture is a validation set."""
-    monkeypatch.setitem(TOKENIZERS, 'words', Words)
-    for name, words, val in ('one', 'abde', 'd'), ('two', 'abde', 'e'), ('other', 'badd', 'd'):
-        write_bins(small_corpus(val=val), Words([*words]), tmp_path / name, 1)
+def test_a_vocabulary_is_kept_with_bins_and_checkpoints_of_a_mixture(tmp_path):
+    for name, chars, val in ('one', 'abde', 'dd'), ('two', 'abde', 'ee'), ('other', 'bade', 'dd'):
+        write_bins(small_corpus(val=val), Char(chars), tmp_path / name, 1)
     command = [*TINY, f'--dataset={tmp_path}/one:3,{tmp_path}/two:1', f'--out_dir={tmp_path}/out', '--block_size=1',
                '--max_iters=1']
     train.main(command)
     whole, one, two = (metrics(tmp_path / 'out', f'val/loss{key}') for key in ('', '/one', '/two'))
     assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(one, two)]) and one != two
     shutil.rmtree(tmp_path / 'one')
-    kept = load(tmp_path / 'out').tokenizer
-    assert kept.words == ['a', 'b', 'd', 'e'] and kept.decode(kept.encode('d a')) == 'd a'
-    for others in (f'{tmp_path}/two:1,{tmp_path}/other:1',), (f'{tmp_path}/other', '--ignore_data_change=True'):
-        assert 'made with another tokenizer (words)' in rejection(
-            train.main, [*command, '--init_from=resume', '--max_iters=2', *(f'--dataset={others[0]}', *others[1:])])
+    assert load(tmp_path / 'out').tokenizer.chars == 'abde'
+    assert 'made with another tokenizer (char)' in rejection(
+        train.main, [*command, '--init_from=resume', f'--dataset={tmp_path}/other', '--ignore_data_change=True'])
 
 
 def test_a_tokenizer_of_a_folder_and_of_the_hub(tokenizer_file, tmp_path, monkeypatch):
-    """The Hub's cache has both files in one folder."""
     huggingface_hub = pytest.importorskip('huggingface_hub')
     monkeypatch.chdir(tmp_path)
     tokenizer_file.with_name('tokenizer_config.json').write_text('{"eos_token": "<s>"}')
@@ -338,7 +291,7 @@ def test_a_tokenizer_of_a_folder_and_of_the_hub(tokenizer_file, tmp_path, monkey
         assert (tokenizer.json, tokenizer.eot_id) == (text, 0)
 
 
-# Writes 12 batches; given a third argument, it waits before the last but two.
+# Writes 12 batches. With a third argument it waits after nine.
 DRIVER = '''
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -358,7 +311,7 @@ if __name__ == '__main__':
 
 
 def test_killed_and_started_again(tmp_path):
-    """With kill -9; a second process is kept out. The name of a batch system's TMPDIR may be longer than a socket's."""
+    """With kill -9, while a second process is kept out. The name of TMPDIR is too long for a socket."""
     driver, killed, temporary = tmp_path / 'driver.py', tmp_path / 'killed', tmp_path / ('t' * 100)
     driver.write_text(DRIVER)
     temporary.mkdir()
@@ -368,16 +321,12 @@ def test_killed_and_started_again(tmp_path):
             while done(killed) < 5:  # five more may be on their way
                 assert first.poll() is None, 'the process ended early'
                 time.sleep(0.01)
-            for overwrite in (False, True):
-                message = rejection(write_bins, small_corpus(), BYTE, killed, 1, overwrite)
-                assert message.startswith(f'{killed}: process {first.pid} on ')
+            message = rejection(write_bins, small_corpus(), BYTE, killed, 1, True)
+            assert message.startswith(f'{killed}: process {first.pid} on ')
         finally:
             first.kill()
-        first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
-    assert left(killed) == ['parts']
-    parts, = killed.glob('parts.*')
-    for path in (parts / '000000009.npz', killed / 'train.bin'):
-        path.with_name(f'{path.name}.host.1.partial').write_bytes(b'not complete')
+        first.communicate(timeout=300)  # returns only if the workers have ended, too
+    (killed / 'train.bin.host.1.partial').touch()
     out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
     assert re.search('resuming after [5-9] parts', out)
     train, val, _ = bins(killed)
@@ -390,14 +339,9 @@ def small_corpus(revision='r1', val='d'):
     return Corpus('small', revision, 'by hand', open=lambda: [documents[:1], documents[1:]])
 
 
-def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(writer.json, 'dumps', lambda meta, indent=None, real=json.dumps: 1 / 0 if indent else real(meta))
-        with pytest.raises(ZeroDivisionError):
-            write_bins(small_corpus(), BYTE, tmp_path, 1, True)
-    assert left(tmp_path) == ['parts', 'train.bin', 'val.bin']
-    write_bins(small_corpus(), BYTE, tmp_path, num_proc=1)
-    assert content(tmp_path) == (b'a\0b\0', b'd\0')
+def content(out_dir):
+    """The two bins of small ids as bytes."""
+    return tuple(bytes(ids.tolist()) for ids in bins(out_dir)[:2])
 
 
 def test_ids_above_65536_are_uint32(tmp_path):
@@ -409,11 +353,6 @@ def test_ids_above_65536_are_uint32(tmp_path):
     assert list(val) == [len(text) - 2, len(text) - 1] and meta['train']['bytes'] == len(text.encode())
 
 
-def content(out_dir):
-    """The two bins of small ids as bytes."""
-    return tuple(bytes(ids.tolist()) for ids in bins(out_dir)[:2])
-
-
 def test_other_bins_in_the_way(tmp_path, capsys):
     def write(corpus, tokenizer=BYTE, overwrite=False):
         return write_bins(corpus, tokenizer, tmp_path, 1, overwrite)
@@ -421,75 +360,56 @@ def test_other_bins_in_the_way(tmp_path, capsys):
     (tmp_path / 'val.bin').write_bytes(b'\1\0')
     message = rejection(write, small_corpus())
     assert 'val.bin: made from other data' in message and '--overwrite' in message
-    assert left(tmp_path) == ['val.bin']
     before = write(small_corpus(), overwrite=True)
     assert write(small_corpus()) == before == bins(tmp_path)[2]
     assert 'nothing to do' in capsys.readouterr().out
     assert "revision 'r1', not 'r2'" in rejection(write, small_corpus('r2'))
     assert "tokenizer 'byte', not 'gpt2'" in rejection(write, small_corpus(), get_tokenizer('gpt2'))
-    (tmp_path / 'train.bin').write_bytes(b'\1')  # damaged bins of the same data are made again
-    (tmp_path / 'val.bin').unlink()
+    (tmp_path / 'val.bin').unlink()  # incomplete bins of the same data are made again
     assert write(small_corpus()) == before == bins(tmp_path)[2]
 
 
-def test_the_parts_of_another_version_of_the_code_are_not_continued(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        write_bins(interrupted(small_corpus(), 1), BYTE, tmp_path, 1)
-    before = writer.code_hashes()
-    monkeypatch.setattr(writer, 'code_hashes', lambda: before | {'data/tokenizer.py': 'edited'})
-    write_bins(small_corpus(), BYTE, tmp_path, 1)
-    assert 'resuming' not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('error', [KeyboardInterrupt, BrokenProcessPool('killed'), OSError(5, 'Input/output error'),
-                                   SystemExit('a.txt: cannot be read')])
-def test_finished_bins_stay_until_others_are_complete(error, tmp_path):
-    """And so do finished parts."""
+@pytest.mark.parametrize('error', [KeyboardInterrupt, BrokenProcessPool('killed'), OSError(5, 'Input/output error')])
+def test_finished_bins_and_parts_stay_until_other_bins_are_complete(error, tmp_path):
     before, after = write_bins(small_corpus(), BYTE, tmp_path, 1), small_corpus('r2', val='e')
-    for corpus in small_corpus('r3'), after:
-        message = rejection(write_bins, interrupted(corpus, 1, error), BYTE, tmp_path, 1, True)
-        assert ('the same command, without --overwrite, resumes where it stopped (with a smaller --num_proc' in message
-                ) == (not isinstance(error, SystemExit))
-        assert json.loads((tmp_path / 'meta.json').read_text()) == before
-        assert (tmp_path / 'val.bin').read_bytes() == b'd\0\0\0'
+    assert 'the same command without --overwrite resumes (if memory is short, with a smaller --num_proc' in rejection(
+        write_bins, interrupted(after, 1, error), BYTE, tmp_path, 1, True)
+    assert json.loads((tmp_path / 'meta.json').read_text()) == before
+    assert (tmp_path / 'val.bin').read_bytes() == b'd\0\0\0'
     assert done(tmp_path) and write_bins(after, BYTE, tmp_path, 1)['revision'] == 'r2'
     assert content(tmp_path) == (b'a\0b\0', b'e\0')
 
 
-def test_overwrite_does_not_take_the_parts_of_an_interrupted_run(tmp_path):
-    """The code that made them may have been wrong."""
+def test_overwrite_discards_the_parts_of_an_interrupted_run(tmp_path):
     assert 'stopped' in rejection(write_bins, interrupted(small_corpus(), 1), BYTE, tmp_path, 1)
     write_bins(Corpus('small', 'r1', 'by hand', lambda: [[('train', 'x'), ('val', 'y')]]), BYTE, tmp_path, 1, True)
     assert content(tmp_path) == (b'x\0', b'y\0')
 
 
-def test_an_error_of_the_disk_is_not_one_of_the_text(tmp_path, monkeypatch):
+def test_bad_text_and_a_bad_disk_are_told_apart(tmp_path, monkeypatch):
     good, bad, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(9)), tmp_path / 'b.jsonl', tmp_path / 'out'
     bad.write_text('{"text": \n')
     command = ['text', bad, '--val_file', good, '--tokenizer', 'byte', '--out_dir', out_dir]
     assert prepare(*command, ok=False).startswith(f'{bad}: cannot be read after document 0 (JSONDecodeError: ')
     monkeypatch.setattr(sources, 'lines', lambda path: path.open('x'))
     message = prepare(*command, ok=False)
-    assert f"stopped ([Errno 17] File exists: '{bad}'); the same command, without --overwrite, resumes" in message
+    assert f"stopped ([Errno 17] File exists: '{bad}'); the same command" in message
 
 
 def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(tmp_path, monkeypatch):
     import datasets
     real, network = datasets.load_dataset, ['00.jsonl']
 
-    class ConnectionError(Exception):
-        """As an HTTP client's own, which is no OSError."""
-
     def load_dataset(kind, data_files, **kwargs):
         if (name := Path(data_files).stem) not in network:
-            raise ConnectionError('no route to host')
+            raise ValueError('no route to host')  # an HTTP client's error is not an OSError
         return real(kind, data_files=str(write_jsonl(tmp_path / name, [name])), **kwargs)
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     monkeypatch.setattr(sources, 'CHARS', 1)
     command = ['pile', '--num_files', 2, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
     message = prepare(*command, ok=False)
-    assert 'stopped (monology/pile-uncopyrighted: ConnectionError: no route to host); the same command' in message
+    assert 'stopped (monology/pile-uncopyrighted: ValueError: no route to host); the same command' in message
     assert done(tmp_path / 'out') == 1
     network += ['01.jsonl', 'val.jsonl']
     assert 'resuming after 1 parts' in prepare(*command)
@@ -498,21 +418,15 @@ def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(t
 
 def test_openwebtext_without_a_network_is_one_line(tmp_path, monkeypatch):
     import datasets
-    monkeypatch.setattr(datasets, 'load_dataset', lambda *_, **__: 1 / 0)  # no OSError, like an HTTP client's
+    monkeypatch.setattr(datasets, 'load_dataset', lambda *_, **__: 1 / 0)
     message = prepare('openwebtext', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out', ok=False)
     assert 'stopped (Skylion007/openwebtext: ZeroDivisionError: division by zero); the same command' in message
 
 
-def test_a_table_without_the_column_is_one_line(tmp_path):
-    good, out = write_jsonl(tmp_path / 'a.jsonl', texts(5)), ('--out_dir', tmp_path / 'out', '--tokenizer', 'byte')
-    table = write_parquet(tmp_path / 'other.parquet', texts(5), key='content')
-    assert 'Field "text" does not exist' in prepare('text', table, '--val_file', good, *out, ok=False)
-
-
-def write_shard(path, ids, magic=20240520, version=1, tokens=None):
+def write_shard(path, ids, magic=20240520, version=1, tokens=300):
     header = np.zeros(256, '<i4')
-    header[:3] = magic, version, len(ids) if tokens is None else tokens
-    path.write_bytes(header.tobytes() + np.asarray(ids, '<u2').tobytes())
+    header[:3] = magic, version, tokens
+    path.write_bytes(header.tobytes() + ids.astype('<u2').tobytes())
     return path
 
 
@@ -527,29 +441,26 @@ def test_shards_are_joined(tmp_path, monkeypatch):
     """In their order, the last one for val, in pieces and without a tokenizer, each once."""
     huggingface_hub = pytest.importorskip('huggingface_hub')
     monkeypatch.setattr(fineweb, 'PIECE', 70)
-    monkeypatch.setattr('data.tokenizer.GPT2.__init__', lambda self: pytest.fail('the tokenizer is loaded'))
+    monkeypatch.setitem(sys.modules, 'tiktoken', None)
     names = ['fineweb_train_000001.bin', 'fineweb_train_000002.bin', 'fineweb_val_000000.bin']
     files = [write_shard(tmp_path / name, shard_ids(i)) for i, name in enumerate(names)]
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download', lambda repository, name, repo_type: {
         ('kjj0/fineweb10B-gpt2', 'dataset'): tmp_path / name}[repository, repo_type])
-    for out, flags, first, last, source in [
-            ('hub', ['--download', 2], (0, 1), 2, f'kjj0/fineweb10B-gpt2 {" ".join(names)}'),
-            ('disk', ['--tokens', *files, *files[1:]], (0, 1), 2, ' '.join(names))]:
+    for out, flags, source in [('hub', ['--download', 2], f'kjj0/fineweb10B-gpt2 {" ".join(names)}'),
+                               ('disk', ['--tokens', *files, *files[1:]], ' '.join(names))]:
         prepare('fineweb', *flags, '--out_dir', tmp_path / out)
         train_ids, val_ids, meta = bins(tmp_path / out)
-        assert train_ids.tolist() == [i for seed in first for i in shard_ids(seed)]
-        assert val_ids.tolist() == shard_ids(last).tolist()
-        assert {key: meta[key] for key in GPT2Tokens().meta} == GPT2Tokens().meta
+        assert train_ids.tolist() == [*shard_ids(0), *shard_ids(1)] and val_ids.tolist() == shard_ids(2).tolist()
+        assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('gpt2', 50257, 50256)
         assert (meta['train']['documents'], meta['val']['documents'], meta['source']) == (60, 30, source)
-        assert 'bytes' not in meta['train'] and meta['split'] == f'val: {names[last]}'
+        assert 'bytes' not in meta['train'] and meta['split'] == f'val: {names[2]}'
 
 
-def test_shards_that_cannot_be_are_one_line(tmp_path):
-    good, bad = write_shard(tmp_path / 'good.bin', shard_ids(1)), tmp_path / 'bad.bin'
-    for change in dict(magic=20240801), dict(version=2), dict(tokens=299):
-        write_shard(bad, **{'ids': shard_ids(0), **change})
-        message = prepare('fineweb', '--tokens', bad, good, '--out_dir', tmp_path / 'out', ok=False)
-        assert message.startswith(f'{bad}: not a complete shard of GPT-2 tokens')
+@pytest.mark.parametrize('change', [dict(magic=20240801), dict(version=2), dict(tokens=299)])
+def test_a_bad_shard_is_one_line(tmp_path, change):
+    bad = write_shard(tmp_path / 'bad.bin', shard_ids(0), **change)
+    message = prepare('fineweb', '--tokens', bad, '--out_dir', tmp_path / 'out', ok=False)
+    assert message.startswith(f'{bad}: not a complete shard of GPT-2 tokens')
 
 
 @pytest.mark.parametrize('fraction, share, first', [
@@ -563,7 +474,7 @@ def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path)
 
 @pytest.mark.parametrize('documents, val', [
     (['one document\nof few\nlines'], 'of few\nlines'), (['no line end'], ' end'), (['ab', 'c\nd', 'e f'], 'de f'),
-    (['xy'], 'y'), (['title\n' + 'ACGT' * 25], 'ACGT' * 8)])
+    (['title\n' + 'ACGT' * 25], 'ACGT' * 8)])
 def test_few_documents_are_split_by_position(documents, val, tmp_path):
     (tmp_path / 'a.txt').write_text(EOT.join(documents))
     found = by_split(sources.files_corpus([tmp_path / 'a.txt'], val_fraction=0.3))
@@ -585,38 +496,21 @@ def test_few_large_documents_are_not_in_memory_together(tmp_path, monkeypatch):
 
 
 def test_files_are_read_in_their_order(tmp_path):
-    """Only their text: its other columns may change their type, and a file may have no rows."""
-    import pyarrow
-    rows = texts(4000, words=3)
-    late, empty = tmp_path / 'late.jsonl', tmp_path / 'empty.parquet'
-    late.write_text(''.join(json.dumps({'content': text, 'n': None if i < 1900 else [i]}) + '\n'
-                            for i, text in enumerate(rows[:2000])))
-    pyarrow.parquet.write_table(pyarrow.table({}), empty)
-    (tmp_path / 'empty.jsonl').touch()
-    padded = write_jsonl(tmp_path / 'b.JSONL.gz', rows[2000:2500], 'content')
-    padded.write_bytes(padded.read_bytes() + bytes(512))  # as on tapes
-    train = [late, empty, padded, tmp_path / 'empty.jsonl']
+    rows = texts(4000)
+    train = [write_jsonl(tmp_path / 'a.jsonl', rows[:2000], 'content'),
+             write_jsonl(tmp_path / 'b.JSONL.gz', rows[2000:2500], 'content')]
     val = [write_parquet(tmp_path / 'd.parquet', rows[2500:3000], 'content'),
            write_jsonl(tmp_path / 'c.jsonl.zst', rows[3000:], 'content')]
     command = [*train, '--val_file', *val, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out', '--text_key']
     prepare('text', *command, 'content')
     train, val, meta = bins(tmp_path / 'out')
     assert (documents_of(train, BYTE), documents_of(val, BYTE)) == (rows[:2500], rows[2500:])
-    assert meta['source'] == "late.jsonl empty.parquet b.JSONL.gz and 3 more, key 'content'"
+    assert meta['source'] == "a.jsonl b.JSONL.gz d.parquet and 1 more, key 'content'"
     assert "key 'content'', not" in prepare('text', *command, 'url', ok=False).replace('"', "'")
 
 
-def test_a_name_that_the_terminal_cannot_show_does_no_harm(tmp_path, monkeypatch):
-    """Neither in its encoding nor in any."""
-    path = tmp_path / os.fsdecode(b'na\xc3\xafve\xef.txt')
-    path.write_text('one\ntwo\n')
-    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO(), 'ascii'))
-    prepared = write_bins(sources.files_corpus([path]), BYTE, tmp_path / 'out', 1)
-    assert prepared == bins(tmp_path / 'out')[2] and prepared['source'] == path.name
-
-
 def test_no_file_is_in_both_splits(tmp_path):
-    """Nor twice in one, because one copy of a document could be in the other."""
+    """Nor twice in one split."""
     for name in 'abc':
         (tmp_path / f'{name}.txt').write_text(name)
     corpus = sources.files_corpus([tmp_path, tmp_path / 'a.txt'], [tmp_path / '..' / tmp_path.name / 'b.txt'])
@@ -627,20 +521,15 @@ def test_no_file_is_in_both_splits(tmp_path):
 
 
 def test_the_files_of_a_directory(tmp_path, capsys):
-    """The readable ones, in the order of their names, hidden ones left out, and how many others there are."""
-    folder, linked = tmp_path / 'corpus', tmp_path / 'elsewhere'
-    for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.TXT', 'c.txt', 'd.parquet/part.txt', '.hidden/x.txt', 'b/.x.txt',
-                 'README.md', 'x.gz', 'c4-train.01.json.gz', 'c4-train.02.json.gz', 'LICENSE', 'y.parquet.gz'):
+    """Those that can be read, sorted by name; the others are counted, except hidden files."""
+    folder = tmp_path / 'corpus'
+    for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.TXT', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz',
+                 'c4-train.01.json.gz', 'c4-train.02.json.gz', 'LICENSE', 'y.parquet.gz'):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    (tmp_path / 'one.txt').write_text('one')
-    linked.mkdir()
-    (linked / 'x.txt').write_text('linked')
-    (folder / 'linked.txt').symlink_to(linked)
-    assert sources.expand([tmp_path / 'one.txt', folder]) == [tmp_path / 'one.txt', *(
-        folder / name for name in ('a.jsonl.gz', 'b/1.TXT', 'b/2.txt', 'c.txt', 'd.parquet/part.txt'))]
+        (folder / name).touch()
+    assert sources.expand([folder]) == [folder / name for name in ('a.jsonl.gz', 'b/1.TXT', 'b/2.txt', 'c.txt')]
     assert capsys.readouterr().out.startswith(
-        f'{folder}: 5 files read, 6 left out (.json.gz, LICENSE, .md, .gz, .parquet.gz); names in .txt, .jsonl')
+        f'{folder}: 4 files read, 6 left out (.json.gz, LICENSE, .md, .gz, .parquet.gz); .txt, .jsonl')
 
 
 def test_a_subdirectory_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
@@ -658,7 +547,7 @@ def test_a_subdirectory_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
 
 
 def test_nulls_are_left_out_and_counted(tmp_path, capsys):
-    """Once, though few documents are read twice. No part starts over."""
+    """Once, although few documents are read twice."""
     rows = ['one', None, 'two', None, 'three']
     for path in write_jsonl(tmp_path / 'a.jsonl', rows), write_parquet(tmp_path / 'b.parquet', rows):
         corpus = sources.files_corpus([path], val_fraction=0.5)
@@ -671,11 +560,11 @@ def test_a_small_validation_set_is_named(tmp_path, words, told):
     (tmp_path / 'a.txt').write_text('word\n' * words)
     out = prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', '--tokenizer', 'byte', '--val_fraction',
                   0.5, '--num_proc', 1)
-    assert ('give a coarse validation loss' in out and '--val_fraction' in out) == told
+    assert ('val/loss will be noisy; raise --val_fraction' in out) == told
 
 
 def test_the_share_that_a_tokenizer_loses_is_told(tmp_path):
-    """Of a sample; here of the spaces and of the words that the vocabulary lacks."""
+    """Here the spaces and the words that the vocabulary lacks are lost."""
     tokenizers = pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
     lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel({'</s>': 0, 'a': 1, '?': 2}, unk_token='?'))
     lossy.pre_tokenizer, lossy.decoder = tokenizers.pre_tokenizers.Whitespace(), tokenizers.decoders.Fuse()
@@ -694,7 +583,7 @@ def test_the_share_that_a_tokenizer_loses_is_told(tmp_path):
 @pytest.mark.parametrize('mark', ['', '\ufeff'])
 @pytest.mark.parametrize('name', ['a.txt', 'a.jsonl'])
 def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp_path):
-    """Line ends stay as they are, as do the marks that Python takes for line ends."""
+    """Line ends stay as they are, also those that only Python knows."""
     documents = 'one\r\ntwo\rthree\u2028four\x0cfive\x85six\n', ' \n', 'seven'
     content = EOT.join(documents) if name == 'a.txt' else '\n \r\n\n'.join(
         json.dumps({'text': text}, ensure_ascii=False) for text in documents)
@@ -705,19 +594,18 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl: cannot be read after document 1 (JSONDecodeError: Exp'),
     ('a.jsonl', b'{"text": 3}\n', "a.jsonl: cannot be read after document 0 (TypeError: 'text' is 3, not text)"),
-    ('a.jsonl', b'{"content": "x"}\n', "a.jsonl: cannot be read after document 0 (KeyError: 'text')"),
     ('a.txt', b'good\n' * 9999 + b'\xff\xfe', "(UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position"),
     ('a.txt.gz', gzip.compress(b'text', mtime=0)[:-4], 'a.txt.gz: cannot be read after document 0 (EOFError: '),
     ('a.txt.zst', b'(\xb5/\xfd', 'a.txt.zst: cannot be read after document 0 (OSError: Truncated'),
-    ('a.csv', b'text\n', 'a.csv: no file to read; names in .txt, .jsonl'),
-    ('a.jsonl', b'[{"text": "good"}]\n', "(ValueError: a line begins with [, not {; jq -c '.[]' writes"),
+    ('a.csv', b'text\n', 'a.csv: no file to read; .txt, .jsonl'),
+    ('a.jsonl', b'[{"text": "good"}]\n', "(ValueError: a line begins with [, not {; jq -c '.[]' splits"),
     ('a.txt', b' \n ', 'no text for train.bin'),
 ])
 def test_bad_text_is_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     assert message in rejection(lambda: write_bins(
         sources.files_corpus([tmp_path / name]), BYTE, tmp_path / 'out', num_proc=1))
-    assert 'meta.json' not in left(tmp_path / 'out')
+    assert not (tmp_path / 'out/meta.json').exists()
 
 
 def test_pysource_needs_no_download_and_no_further_package(tmp_path):
@@ -730,6 +618,4 @@ def test_pysource_needs_no_download_and_no_further_package(tmp_path):
     assert len(train) > 5e6
     assert 0.03 < len(val) / len(train) < 0.2
     train_files, val_files = (documents_of(ids, BYTE) for ids in (train, val))
-    assert not set(train_files) & set(val_files)
-    assert Path(random.__file__).read_text() in train_files + val_files
-    assert (len(train_files), len(val_files)) == (meta['train']['documents'], meta['val']['documents'])
+    assert not set(train_files) & set(val_files) and Path(random.__file__).read_text() in train_files + val_files

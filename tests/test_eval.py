@@ -45,47 +45,36 @@ def test_targets_that_the_training_loss_leaves_out_count(capsys, out_dir, monkey
     assert evaluate(capsys, out_dir) == plain
 
 
-def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir, tmp_path, monkeypatch):
-    """Without the number of its bytes there are none, and a note."""
-    eval_script.main([str(out_dir), '--device=cpu'])
-    out, err = capsys.readouterr()
-    assert 'bits_per_byte' not in out and 'val.bin: no bits_per_byte, because its meta.json' in err
+def edited(corpus, tmp_path, edit):
+    """A copy of the data set whose meta.json is edited."""
     other = shutil.copytree(corpus, tmp_path / 'other')
     meta = json.loads((other / 'meta.json').read_text())
-    meta['val']['bytes'] = meta['val']['tokens'] // 2
+    edit(meta)
     (other / 'meta.json').write_text(json.dumps(meta))
-    result = evaluate(capsys, out_dir, f'--dataset={other}')
-    assert result['bits_per_byte'] == pytest.approx(result['loss'] * 2 / math.log(2))
-    monkeypatch.setattr(load.Bin, '__len__', lambda self: 1000)  # of a fork that takes a part of each bin
-    part = evaluate(capsys, out_dir, f'--dataset={other}')
-    assert part['tokens'] < 1000 and part['bits_per_byte'] == pytest.approx(part['loss'] * 2 / math.log(2))
+    return other
 
 
-@pytest.mark.parametrize('lost, told', [({}, True), (dict(lost=0.09), False)])
-def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(capsys, corpus, out_dir, tmp_path, lost, told):
-    other = shutil.copytree(corpus, tmp_path / 'other')
-    meta = json.loads((other / 'meta.json').read_text())
-    meta['val'] |= dict(bytes=1000, **lost)
-    (other / 'meta.json').write_text(json.dumps(meta))
+@pytest.mark.parametrize('known, note', [
+    (dict(bytes=1000), ''), (dict(bytes=1000, lost=0.09), 'because the tokenizer loses 9.0% of the text'),
+    ({}, "because the text's bytes are unknown")])
+def test_bits_per_byte_are_measured_where_the_tokens_stand_for_the_text(
+        capsys, corpus, out_dir, tmp_path, known, note):
+    other = edited(corpus, tmp_path, lambda meta: meta['val'].update(known))
     eval_script.main([str(out_dir), '--device=cpu', f'--dataset={other}'])
     out, err = capsys.readouterr()
-    assert ('bits_per_byte' in json.loads(out)) == told
-    assert ('val.bin: no bits_per_byte, because its tokens lose 9.0% of the text' in err) != told
+    result = json.loads(out)
+    expected = None if note else pytest.approx(result['loss'] * 2 / math.log(2))  # 2,000 tokens of 1,000 bytes
+    assert result.get('bits_per_byte') == expected and note in err and (not note) == (err == '')
 
 
 def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
-    """Of as many ids, too."""
-    other = shutil.copytree(corpus, tmp_path / 'other')
-    meta = json.loads((other / 'meta.json').read_text())
-    for changed, words in [
-            (dict(tokenizer='char', chars=''.join(map(chr, range(256)))), f'another tokenizer (char) than {out_dir}'),
-            (dict(vocab_size=300), 'has 256; prepare the data with the tokenizer of the model')]:
-        (other / 'meta.json').write_text(json.dumps(meta | changed))
-        assert words in rejection(eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
+    chars = ''.join(map(chr, range(256)))
+    other = edited(corpus, tmp_path, lambda meta: meta.update(tokenizer='char', chars=chars))
+    assert f'another tokenizer (char) than {out_dir}' in rejection(
+        eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
 
 
 def test_the_data_set_is_found_from_another_directory(capsys, out_dir, corpus, tmp_path, monkeypatch):
-    """As prepare.py writes into the repository, whatever the working directory."""
     plain = evaluate(capsys, out_dir)
     monkeypatch.setattr(loader, '__file__', str(tmp_path / 'repository/data/loader.py'))
     shutil.copytree(corpus, tmp_path / 'repository/data/mine')
@@ -94,9 +83,7 @@ def test_the_data_set_is_found_from_another_directory(capsys, out_dir, corpus, t
 
 
 def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):
-    (tmp_path / 'other').mkdir()
-    for name in ('train.bin', 'val.bin', 'meta.json'):
-        (tmp_path / 'other' / name).symlink_to(corpus / name)
+    shutil.copytree(corpus, tmp_path / 'other')
     eval_script.main([str(out_dir), f'--dataset={corpus}:0.7,{tmp_path / "other"}:0.3', '--device=cpu'])
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first['data'] == str(corpus / 'val.bin') and second['data'] == str(tmp_path / 'other' / 'val.bin')

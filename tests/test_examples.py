@@ -18,7 +18,6 @@ import torch
 from conftest import HANG, ROOT
 from test_hacking import copy_repository, elsewhere
 
-from optimizers import build_optimizer
 from sophia import Sophia, gauss_newton_bartlett
 
 
@@ -184,58 +183,6 @@ def test_prompt_tuning_puts_logits_in_front(tmp_path, monkeypatch):
                         gauss_newton_bartlett(logits, *args, **options))
     lora.main(steps=1)
     assert shapes[1:] == [(16, 31, 64)]
-
-
-def test_several_optimizers_as_one_in_other_loops(tmp_path):
-    """The row muon: bit for bit as in a plain loop under Accelerate and Lightning; the Trainer resumes it exactly."""
-    module = example('huggingface_trainer', 'transformers', 'accelerate')
-    accelerate, lightning, transformers = map(pytest.importorskip, ('accelerate', 'lightning', 'transformers'))
-    rows = module.sequences(16)
-    batches = [torch.stack([row['labels'] for row in rows[i:i + 4]]) for i in range(0, 16, 4)]
-
-    class Model(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = module.GPT2LMHeadModel(module.GPT2Config(
-                vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0,
-                attn_pdrop=0))
-
-        def configure_optimizers(self):
-            matrices, vectors = ([p for p in self.parameters() if (p.dim() == 2) == two] for two in (True, False))
-            return build_optimizer('muon', [dict(params=matrices, role='hidden'), dict(params=vectors)], lr=1e-2)
-
-        def training_step(self, batch):
-            return self.model(batch, labels=batch).loss
-
-    def loop(wrap, backward):
-        plain = Model()
-        model, optimizer = wrap(plain, plain.configure_optimizers())
-        for batch in batches:
-            backward(plain.training_step(batch))
-            optimizer.step()
-            optimizer.zero_grad()
-        return plain
-
-    def trainer(steps, resume=None):
-        plain = Model()
-        transformers.Trainer(
-            plain.model, transformers.TrainingArguments(
-                str(tmp_path), max_steps=steps, per_device_train_batch_size=4, lr_scheduler_type='constant',
-                save_steps=2, max_grad_norm=0, report_to=[], disable_tqdm=True, use_cpu=True,
-                train_sampling_strategy='sequential'),
-            train_dataset=rows, optimizers=(plain.configure_optimizers(), None)).train(resume_from_checkpoint=resume)
-        return plain
-
-    expected = loop(lambda *both: both, torch.Tensor.backward)
-    accelerator = accelerate.Accelerator(cpu=True)
-    found = [loop(accelerator.prepare, accelerator.backward), Model()]
-    lightning.Trainer(
-        max_steps=4, accelerator='cpu', logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False).fit(found[1], torch.utils.data.DataLoader(batches, batch_size=None))
-    whole, resumed = trainer(4), trainer(4, f'{tmp_path}/checkpoint-2')
-    for one, other in [*((one, expected) for one in found), (resumed, whole)]:
-        assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters()))
 
 
 def test_fsdp2(fork):

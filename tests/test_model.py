@@ -123,24 +123,6 @@ def test_flops_per_token_counts_the_matrix_products():
     assert gpt.flops_per_token(model) == expected + 6 * 8 * 5
 
 
-def test_a_frozen_part_keeps_its_weights_and_is_not_counted(monkeypatch):
-    """A teacher that is in the model before its weights are drawn, as an edit of the constructor puts it there."""
-    teacher, plain = tiny(n_layer=3).requires_grad_(False), tiny()
-    expected = {name: p.clone() for name, p in teacher.named_parameters()}
-    init = GPT.apply
-
-    def with_teacher(self, function):
-        if self is not teacher:  # which is applied to, too, as a part
-            self.teacher = teacher
-        return init(self, function)
-
-    monkeypatch.setattr(GPT, 'apply', with_teacher)
-    model = tiny()
-    assert all(torch.equal(p, expected[name]) for name, p in teacher.named_parameters())
-    assert len(list(model.parameters())) == len(list(plain.parameters())) + len(expected)
-    assert (gpt.num_params(model), gpt.flops_per_token(model)) == (gpt.num_params(plain), gpt.flops_per_token(plain))
-
-
 def test_shape_of_a_run_and_in_a_checkpoint():
     assert [gpt.padded_vocab_size(n) for n in (65, 257, 50257, 50277, 50304)] == [65, 257, 50304, 50304, 50304]
     settings = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, dropout=0.1, learning_rate=1.0,

@@ -1,4 +1,4 @@
-"""scripts/plan.py: its memory against recorded peaks and real tensors, its GPU-hours, its errors."""
+"""scripts/plan.py: its memory against recorded peaks and real states, its GPU-hours, its errors."""
 
 import json
 import re
@@ -6,12 +6,9 @@ import re
 import pytest
 import torch
 from conftest import ROOT, rejection
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 import optimizers
 import train
-from loss import Losses
 from model import GPT, GPTConfig
 from runtime import gpt
 from runtime.optim import parameters
@@ -25,7 +22,7 @@ def settings(*flags):
 
 
 def test_memory_agrees_with_the_peaks_recorded_on_an_h200():
-    """Sophia-G with an estimate of whole micro-batches, and of half of one, too. AdamW at 355M took 4 % more."""
+    """Also for estimates from half of a micro-batch. AdamW at 355M took 4 % more."""
     rows = [row for name in ('30M', '125M', '355M', '355M_sophia')
             for row in json.loads((ROOT / f'records/gpu/h200_{name}.json').read_text())['results']]
     peaks = {tuple(row['config'].split()): row['memory_gb'] for row in rows if 'nanoGPT' not in row['config']}
@@ -55,30 +52,9 @@ def test_optimizer_state_is_what_the_optimizer_keeps(name):
     assert plan.memory(c, shape)['optimizer'] == pytest.approx(kept, rel=1e-3)
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
-def test_logits_of_an_eager_loss_take_what_a_step_allocates(name, dtype):
-    """As under FSDP, which compiles blocks only. The peak of a model whose weights hardly count."""
-    c, shape = settings('--parallel=fsdp', f'--optimizer_name={name}', '--batch_size=8', '--total_batch_size=8',
-                        '--hessian_batch_size=8' if name == 'sophiag' else '--seed=1')
-    parts = plan.memory(c, shape)
-    with FakeTensorMode():
-        losses = Losses(GPT(GPTConfig(c.block_size, shape.vocab_size, n_layer=1, n_head=1, n_embd=16)))
-        X, Y = torch.zeros(2, 8, c.block_size, dtype=torch.int64)
-        tracker = MemTracker()
-        with tracker:
-            with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16):
-                _, loss, *second = losses(X, Y, **(dict(uniforms=torch.zeros(X.shape)) if name == 'sophiag' else {}))
-            if second:
-                torch.autograd.grad(second[0], list(losses.parameters()), retain_graph=True)
-            loss.backward()
-    peak = tracker.get_tracker_snapshot('peak')[torch.device('cpu')]['Total']
-    assert parts['logits'] + parts.get('while estimating', 0) == pytest.approx(peak, rel=0.02)
-
-
 @pytest.mark.parametrize(('parts', 'rows', 'padded'), [(1, 24, True), (2, 24, False), (1, 32, False)])
 def test_an_estimate_of_a_part_of_a_micro_batch_pads_its_logits(parts, rows, padded):
-    """With zeros, for the other sequences; several parts, or whole micro-batches, need none."""
+    """Several parts, or whole micro-batches, need no padding."""
     found = plan.memory(*settings('--model_size=30M', '--optimizer_name=sophiag', '--batch_size=16',
                                   '--total_batch_size=32', f'--hessian_batch_size={rows}', f'--hessian_parts={parts}'))
     assert found['while estimating'] == padded * 2 * 16 * 1024 * 50304
@@ -117,14 +93,9 @@ def test_flops_agree_with_the_paper_s_table_1(size, paper, capsys):
     found = re.findall(r'([\d,.]+) TFLOPs a step', capsys.readouterr().out)
     adamw, sophiah, sophiag = (float(number.replace(',', '')) for number in found)
     assert adamw == pytest.approx(paper[0], rel=0.005)
-    # The paper's estimates cost more: 6 % and 5 % of a step.
-    shares = dict(adamw=0, sophiah=8 / 3 * 32 / 480 / 10, sophiag=2 / 3 / 20)
-    for name, flops in dict(sophiah=sophiah, sophiag=sophiag).items():
-        assert flops / adamw == pytest.approx(1 + shares[name], rel=1e-4)  # of numbers with one decimal
-    for name, share in shares.items():
-        c = train.resolve([f'{ROOT}/config/train_gpt2_{size}_{name}.py'])
-        assert optimizers.hessian_flops_per_token(c.values, 1.0) == pytest.approx(share)
-    assert 1 < paper[1] / sophiah < 1.05 and 1 < paper[2] / sophiag < 1.05
+    assert sophiah / adamw == pytest.approx(1 + 8 / 3 * 32 / 480 / 10, rel=1e-4)
+    assert sophiag / adamw == pytest.approx(1 + 2 / 3 / 20, rel=1e-4)
+    assert 1 < paper[1] / sophiah < 1.05 and 1 < paper[2] / sophiag < 1.05  # the paper's estimates cost more
 
 
 def test_the_memory_of_the_largest_models_on_the_cost_page(capsys):
@@ -165,11 +136,11 @@ def test_a_card_is_named_by_its_last_word(capsys):
     """Its memory and its peak, and the sizes that fit it."""
     plan.main(['--gpu', '4090', '--mfu=0.5'])
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == '1 × RTX 4090, 24 GB and 165 TFLOP/s each, at an MFU of 0.5'
+    assert first == '1 × RTX 4090, 24 GB and 165 TFLOP/s each; MFU 0.5'
     largest = re.findall(r'out/(\S+):|largest: (\w+)', '\n'.join(lines))
     plain = {name: largest[i + 1][1] for i, (name, _) in enumerate(largest) if name}
     assert len(plain) == 7 and plain['gpt2-medium-sophiag'] == '12' and plain['gpt2-large-sophiag'] == 'none'
-    assert '--gpu=1080: not in the table' in rejection(plan.main, ['--gpu=1080'])
+    assert '--gpu=1080: not in GPUS' in rejection(plan.main, ['--gpu=1080'])
 
 
 def test_every_row_of_the_table_is_counted_and_others_are_noted(capsys, monkeypatch):
@@ -177,4 +148,4 @@ def test_every_row_of_the_table_is_counted_and_others_are_noted(capsys, monkeypa
     monkeypatch.setitem(optimizers.OPTIMIZERS, 'mine', optimizers.OPTIMIZERS['adamw'])
     for name in 'adamw', 'mine':
         plan.main([f'--optimizer_name={name}', '--gpu', '4090', '--batch_size=10'])
-        assert ('the state of mine is counted as AdamW' in capsys.readouterr().out) == (name == 'mine')
+        assert ('note: mine is counted with two numbers' in capsys.readouterr().out) == (name == 'mine')

@@ -66,11 +66,11 @@ sophia.Sophia.step = scaled
 '''
 HOOK = '''
 import hessian
-finish = hessian.HessianHook.finish
+renew = hessian.HessianHook.update
 def adapted(self):
-    self.interval += self.due
-    return finish(self)
-hessian.HessianHook.finish = adapted
+    self.interval += 1
+    return renew(self)
+hessian.HessianHook.update = adapted
 '''
 AVERAGE = '''
 import dataclasses, train
@@ -179,7 +179,7 @@ import sophia
 sophia.Sophia.rule = lambda self, params, grads, *rest: sophia.sophia_update(
     params, [g * (g.abs() > g.abs().mean()) for g in grads], *rest)
 '''
-TRUST_RATIO = edited('sophia', 'sophia_update', 'clip_(update, rho)', '''clip_(update, rho)
+TRUST_RATIO = edited('sophia', 'sophia_update', 'clamp_max_(update, rho)', '''clamp_max_(update, rho)
     for p, u in zip(params, update):
         u.mul_(p.norm() / (u.norm() + 1e-12))''') + '''
 sophia.Sophia.rule = staticmethod(sophia.sophia_update)

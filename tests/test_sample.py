@@ -1,9 +1,5 @@
 """GPT.generate, its sampler, scripts/sample.py, and the checkpoints that scripts/load.py loads."""
 
-import contextlib
-import io
-from dataclasses import asdict
-
 import pytest
 import torch
 from conftest import random_gpt, rejection, write_bins
@@ -11,11 +7,11 @@ from conftest import random_gpt, rejection, write_bins
 from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
 from data.writer import write_bins as prepare
-from model import GPT, GPTConfig
+from model import GPT
 from runtime.files import save_pt
 from runtime.gpt import generate, sample_next
 from scripts import sample
-from scripts.load import crop_vocab_size, load
+from scripts.load import Loaded, load, with_tokenizer
 
 TINY = dict(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
 
@@ -50,24 +46,22 @@ def test_sampler_keeps_what_it_should():
 
     assert frequencies() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
     assert frequencies(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03) and frequencies(top_k=2)[2:] == [0, 0]
-    # 0.5 does not reach 0.7, 0.5 + 0.3 does.
     assert frequencies(top_p=0.7) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03) and frequencies(top_p=0.7)[2] == 0
     assert frequencies(top_p=0.1) == frequencies(temperature=1e-40) == frequencies(top_k=1) == [1, 0, 0, 0]
     cold = [p ** 2 / sum(q ** 2 for q in (0.5, 0.3, 0.15, 0.05)) for p in (0.5, 0.3, 0.15, 0.05)]
     assert frequencies(temperature=0.5) == pytest.approx(cold, abs=0.03)
-    # top_p is of what top_k leaves: 0.625 of the two alone.
-    assert frequencies(top_k=2, top_p=0.6) == [1, 0, 0, 0]
+    assert frequencies(top_k=2, top_p=0.6) == [1, 0, 0, 0]  # top_k leaves 0.625 and 0.375
     assert frequencies(top_k=100) == frequencies()
 
 
 @pytest.mark.parametrize('tied', [True, False])
-def test_crop_vocab_size_keeps_the_other_logits(tied):
+def test_the_padding_of_the_vocabulary_is_cut_off(tied):
     model = make_model()
     if not tied:
         model.lm_head = torch.nn.Linear(16, 64)  # with a bias
     idx = torch.randint(50, (2, 8))
     expected = model(idx)[0][..., :50]
-    crop_vocab_size(model, 50)
+    with_tokenizer(Loaded('path', model, Char([*map(chr, range(50))])))
     torch.testing.assert_close(model(idx)[0], expected)
     assert (model.lm_head.weight is model.transformer.wte.weight) == tied and model.config.vocab_size == 50
 
@@ -94,9 +88,6 @@ def test_script(tmp_path, capsys):
     assert one != two and one.startswith('abc') and two.startswith('abc') and end == ''
     assert run(capsys, out, '--start=abc') == run(capsys, out / 'ckpt_00000005.pt', '--start=abc') == first
     assert run(capsys, out, '--start=abc', '--seed=2') != first
-    with contextlib.redirect_stdout(io.StringIO()) as text:  # a stream of a notebook has no encoding to set
-        sample.main([str(out), '--start=abc', '--max_new_tokens=12', '--num_samples=2', '--device=cpu'])
-    assert text.getvalue() == first
     assert len(set(run(capsys, out, '--start=abc', '--temperature=0').split('\n---------------\n'))) == 2
     (tmp_path / 'prompt.txt').write_bytes('\ufeffone\r\ntwo\n'.encode())
     assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\r\ntwo\n')  # as prepare reads
@@ -104,7 +95,7 @@ def test_script(tmp_path, capsys):
 
 
 def test_bfloat16_is_that_of_training(tmp_path, capsys, monkeypatch):
-    """Matmuls are in bfloat16; weights and buffers, such as frequencies of rotary positions, stay in float32."""
+    """Matmuls are in bfloat16, weights and buffers in float32."""
     def forward(self, idx, targets=None, forward=GPT.forward):
         logits, loss = forward(self, idx, targets)
         dtypes.update([logits.dtype, self.lm_head.weight.dtype])
@@ -116,27 +107,8 @@ def test_bfloat16_is_that_of_training(tmp_path, capsys, monkeypatch):
     assert dtypes == {torch.bfloat16, torch.float32}
 
 
-def test_a_fork_may_have_no_module_for_its_head(tmp_path, capsys, monkeypatch):
-    """The embeddings are its head, by whatever name."""
-    class Headless(GPT):
-        def __init__(self, config):
-            super().__init__(config)
-            self.unembed = self.lm_head
-            del self.lm_head
-
-        def forward(self, idx, targets=None):
-            return self.unembed(self.transformer.ln_f(self.transformer.wte(idx))), None
-
-    monkeypatch.setattr('scripts.load.GPT', Headless)
-    model = Headless(GPTConfig(**{**TINY, 'vocab_size': 256}))
-    save_run(tmp_path, tokenizer=get_tokenizer('byte').meta, model=model.state_dict(), model_args=asdict(model.config))
-    loaded = load(tmp_path).model
-    assert loaded.unembed.weight is loaded.transformer.wte.weight
-    assert run(capsys, tmp_path, '--start=a').startswith('a')
-
-
 def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
-    """A model that counts down: from 'c' it writes 'b', 'a', and 0, the end of the document."""
+    """A model that counts down: after 'd' it writes 'c', 'b', 'a', and 0, the end of the document."""
     out = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
     monkeypatch.setattr(GPT, 'forward', lambda self, idx: (
         100.0 * torch.nn.functional.one_hot(torch.where(idx > ord('a'), idx - 1, 0), 256), None))
@@ -154,7 +126,7 @@ def test_tokenizer_is_the_data_sets(tmp_path, capsys):
 
 
 def foreign_checkpoint(path, model, dataset='gone', prefix='', **model_args):
-    """Saves `model` as nanoGPT does, with the masks of attention; with the `prefix` of torch.compile and DDP."""
+    """Saves `model` as nanoGPT does, with attention masks, and with the `prefix` of torch.compile and DDP."""
     c = model.config
     mask = torch.tril(torch.ones(c.block_size, c.block_size))[None, None]
     weights = {f'{prefix}{key}': w for key, w in model.state_dict().items()}
@@ -170,21 +142,13 @@ def foreign_checkpoint(path, model, dataset='gone', prefix='', **model_args):
 @torch.no_grad()
 @pytest.mark.parametrize('official, prefix', [(False, ''), (False, '_orig_mod.'), (True, 'module._orig_mod.')])
 def test_checkpoints_of_nanogpt_and_of_the_official_repository(tmp_path, official, prefix):
-    """The official repository's GELU is the tanh approximation; its model_args have the attention scaling."""
+    """The official repository's GELU is the tanh approximation, and its model_args have the attention scaling."""
     settings = dict(scale_attn_by_inverse_layer_idx=True) if official else {}
     model = make_model(gelu_approximate='tanh' if official else 'none', bias=True, **settings)
     foreign_checkpoint(tmp_path / 'ckpt.pt', model, prefix=prefix, **settings)
     loaded, idx = load(tmp_path / 'ckpt.pt'), torch.randint(64, (2, 24))
     assert torch.equal(loaded.model(idx)[0], model(idx)[0])
     assert loaded.tokenizer is None and loaded.state['iter_num'] == 5
-
-
-def test_a_checkpoint_with_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_path):
-    model = make_model()
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
-    foreign_checkpoint(tmp_path / 'ckpt.pt', model)
-    with pytest.raises(RuntimeError, match='is tied to another weight here, not there'):
-        load(tmp_path / 'ckpt.pt')
 
 
 def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, capsys, monkeypatch):
@@ -197,7 +161,6 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     by_directory = run(capsys, 'ckpt.pt', '--tokenizer=data/my_chars')
     assert set(by_directory.partition('-')[0]) <= set(text)
     assert run(capsys, 'ckpt.pt') == by_directory
-    assert '--tokenizer=.: unknown; there are' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=.')
 
 
 def test_another_tokenizer_than_the_models_is_rejected(tmp_path, capsys, gpt2_cache):

@@ -1,4 +1,4 @@
-"""scripts/paper/superglue.py: prompts, batches, scores of a model with known answers, the whole script."""
+"""scripts/paper/superglue.py: answers, scores of a model with known answers, the whole script."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import rejection
 from fake_runs import rows_of
 from test_sample import save_run
 
@@ -22,7 +21,7 @@ def test_the_first_word_of_the_line_is_the_answer():
 
 
 def test_scores_of_a_model_with_known_answers(tmp_path, monkeypatch):
-    """A claim A is answered with yes, B with no, and after C the document has ended before the yes."""
+    """The model answers claim A with yes and B with no; after C it ends the document before the yes."""
     loaded = with_tokenizer(load(save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)))
     loaded.model.config.block_size = 400
     answers = {'A': ' yes\n', 'B': ' no\n', 'C': '\0yes'}
@@ -46,7 +45,6 @@ def test_scores_of_a_model_with_known_answers(tmp_path, monkeypatch):
 
 
 def test_script(tmp_path, monkeypatch):
-    """On made-up examples in place of the Hub's."""
     def load_dataset(data, name, split):
         premise = 'Seen' if split == 'train' else 'P'
         return [dict(premise=f'{premise} {i}.', hypothesis='H.', choice1='A.', choice2='B.', question='cause',
@@ -57,12 +55,8 @@ def test_script(tmp_path, monkeypatch):
     monkeypatch.setattr(superglue, 'make_prompt', lambda *args: asked.append(plain(*args)) or asked[-1])
     monkeypatch.chdir(tmp_path)
     runs = [str(save_run(Path(name), tokenizer=get_tokenizer('byte').meta)) for name in ('one', 'two')]
-    argv = [*runs, '--tasks', 'rte', 'copa', '--device=cpu', f'--output={tmp_path / "table.csv"}']
-    superglue.main(argv)
+    superglue.main([*runs, '--tasks', 'rte', 'copa', '--device=cpu', f'--output={tmp_path / "table.csv"}'])
     table = [(row['task'], row['checkpoint'], row['examples']) for row in rows_of(tmp_path / 'table.csv')]
     assert table == [(task, run, '10') for run in runs for task in ('RTE', 'COPA')]
     assert len(asked) == 2 * 5 * 20 and asked[:100] == asked[100:]  # the same for both checkpoints
     assert asked[:10] != asked[10:20] and all(prompt.count('Seen') == 2 for prompt in asked)  # of the train split
-    (tmp_path / 'table.csv').unlink()
-    assert 'nowhere' in rejection(superglue.main, ['one', 'nowhere', *argv[2:]])
-    assert [row['checkpoint'] for row in rows_of(tmp_path / 'table.csv')] == ['one', 'one']  # are kept

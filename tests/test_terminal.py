@@ -1,16 +1,14 @@
 """The output of a run: advice, answers to Ctrl-C, lines and last lines, Weights & Biases."""
 
-import errno
 import json
 import resource
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import iterations, metrics
+from conftest import metrics
 
 from analysis.runs import RunRecord
 from runtime import runlog
@@ -26,8 +24,7 @@ def test_a_log_takes_lists_of_finite_numbers(tmp_path):
     assert record.series('a') == ([], [])  # a plot leaves them out
 
 
-def test_a_line_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys):
-    """Nor is a part of it left. A file system may fail in any call."""
+def test_a_line_that_a_full_disk_rejects_ends_no_run_and_leaves_no_part(tmp_path, capsys):
     path, (soft, hard) = tmp_path / 'log', resource.getrlimit(resource.RLIMIT_FSIZE)
     path.write_text('one\n')
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
@@ -35,17 +32,11 @@ def test_a_line_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys
         runlog.append_line(path, 'two')
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_text() == 'one\n'
-    with monkeypatch.context() as patch:
-        for call in 'stat', 'open':
-            patch.setattr(Path, call, mock.Mock(side_effect=OSError(errno.ESTALE, 'Stale file handle')))
-        runlog.append_line(path, 'two')
-    assert [line.partition('could not be written ')[2] for line in capsys.readouterr().err.splitlines()] == [
-        f'({reason}); training continues' for reason in ('File too large', 'Stale file handle')]
+    assert path.read_text() == 'one\n' and '(File too large); training continues' in capsys.readouterr().err
 
 
 def test_ctrl_c_says_at_once_what_it_does_and_what_a_second_one_does(train, tmp_path):
-    """Of two ranks that both get it, one answers. A second signal of any kind ends the process at once."""
+    """One of two ranks answers. A second signal of any kind ends the process at once."""
     faults = ''.join(f"""
 at(3, kill(signal.SIGINT), rank={rank})
 at(3, lambda: time.sleep(0.5), rank={rank})
@@ -55,31 +46,22 @@ at(3, lambda: time.sleep(0.5), rank={rank})
     assert done.err == 'SIGINT: stopping after this iteration; Ctrl-C again ends it now\n'
     assert done.out.splitlines()[-2:] == ['stopped at iteration 4 by SIGINT',
                                           'the same command with --auto_resume=True resumes it']
-    at_once = 'at(6, kill(signal.SIGTERM)); ' * 2
-    assert train(tmp_path, '--auto_resume=True', faults=at_once).code == STOPPED  # as the command `timeout` sends it
     later = 'at(8, kill(signal.SIGINT)); at(8, lambda: time.sleep(0.3)); at(8, kill(signal.SIGTERM))'
     assert train(tmp_path, '--auto_resume=True', faults=later).code == -signal.SIGTERM
 
 
-def test_a_first_signal_does_not_end_a_run_that_stops_at_its_time_limit(train, tmp_path):
-    """A scheduler sends it at the end of a job, while the run saves."""
-    done = train(tmp_path, faults="""
-from runtime.signals import StopSignals
-at(3, lambda: vars(next(one for one in gc.get_objects() if isinstance(one, StopSignals))).update(deadline=0.0))
-save = checkpoint.save_run
-checkpoint.save_run = lambda *args: (kill(signal.SIGTERM)(), save(*args))[1]
-""")
-    assert done.code == STOPPED and iterations(tmp_path) == [4], done.err
-    assert 'stopped at iteration 4 by max_hours' in done.out
+def test_a_run_stops_at_its_time_limit(train, tmp_path):
+    done = train(tmp_path, '--max_hours=1e-9')
+    assert done.code == STOPPED and 'by max_hours' in done.out
 
 
 @pytest.mark.parametrize('summary, sent', [(dict(iter=1), [1, 2]), ({}, [0, 1, 2])], ids=['online', 'offline'])
 def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp_path, monkeypatch, summary, sent):
-    """All of it offline, where wandb knows of no earlier run. An empty id is none."""
+    """Offline it sends everything, because wandb does not know the earlier run. An empty id counts as none."""
     values = dict(wandb_log=True, wandb_project='p', wandb_run_name='n', out_dir='x', warmup_iters=9)
     (tmp_path / 'wandb_id.txt').touch()
     for known, before in (None, []), ('abc', sent):
-        run = mock.Mock(id='abc', summary=summary)  # of which the server has received the summary
+        run = mock.Mock(id='abc', summary=summary)
         monkeypatch.setitem(sys.modules, 'wandb', wandb := mock.Mock(init=mock.Mock(return_value=run)))
         log = runlog.RunLog(tmp_path, values, enabled=True)
         wandb.init.assert_called_once_with(project='p', name='n', config=values, id=known, resume='allow')
@@ -95,7 +77,7 @@ def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp
 
 @pytest.mark.parametrize('call, sent', [('init', 0), ('define_metric', 0), ('log', 0), ('finish', 3)])
 def test_a_run_goes_on_without_wandb_after_its_first_failure(train, tmp_path, call, sent):
-    """Without a key or the network `init` fails; after the end of its process, any other call."""
+    """`init` fails without a key or a network, other calls after wandb's process has ended."""
     done = train(tmp_path, '--wandb_log=True', '--max_iters=3', '--eval_interval=3', check=True, faults=f"""
 run = mock.Mock(id='abc', summary={{}}, log=lambda entry: print('sent to W&B'))
 sys.modules['wandb'] = wandb = mock.Mock(init=mock.Mock(return_value=run))
@@ -108,9 +90,9 @@ setattr(wandb if {call!r} == 'init' else run, {call!r}, failing)
 
 
 @pytest.mark.parametrize('flags, message', [
-    (['--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),  # before the ranks have met
+    (['--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),  # before the ranks connect
     (['--dataset=pysorce'], 'data/pysorce/train.bin: no such file; --dataset is a directory made by a prepare.py, see '
-     'docs/data.md'),  # and after
+     'docs/data.md'),  # after the ranks have connected
 ])
 def test_of_several_ranks_one_prints_the_error(train, tmp_path, flags, message):
     done = train(tmp_path / 'out', *flags, ranks=2)

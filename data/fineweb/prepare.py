@@ -1,19 +1,17 @@
-"""FineWeb, already in GPT-2's tokens: shards of them in the format of llm.c and modded-nanogpt. No tokenizer is loaded.
+"""FineWeb as shards of GPT-2's tokens, in the format of llm.c and modded-nanogpt.
 
---download N takes the first N training shards, of 103, with 100 million tokens each, and the validation shard of
-kjj0/fineweb10B-gpt2, 0.2 GB each. --tokens takes such files from disk, the last one for val.bin.
-The end-of-text id comes before each document.
+--download N gets the first N of 103 training shards and the validation shard of kjj0/fineweb10B-gpt2, 0.2 GB each.
+--tokens reads shards from disk; the last one becomes val.bin. The end-of-text id comes before each document.
 """
 
 import sys
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, distinct, local_files
-from data.tokenizer import GPT2Tokens
+from data.tokenizer import GPT2
 from data.writer import Corpus, write_bins
 from runtime.arguments import at_least
 from runtime.files import local_path, one_line_errors
@@ -24,26 +22,12 @@ MAGIC, VERSION = 20240520, 1
 PIECE = 2 ** 24  # tokens in one batch
 
 
-def download(n):
-    """Download the first n training shards and the validation shard to HF_HOME and return their paths."""
-    from huggingface_hub import hf_hub_download
-    names = [*(f'fineweb_train_{i:06d}.bin' for i in range(1, n + 1)), 'fineweb_val_000000.bin']
-    return [Path(hf_hub_download(REPOSITORY, name, repo_type='dataset')) for name in names]
-
-
-def check(path):
-    """Stop unless the file is a complete shard."""
-    *kind, tokens = np.fromfile(path, '<i4', 3).tolist()
-    if kind != [MAGIC, VERSION] or path.stat().st_size != 4 * HEADER + 2 * tokens:
-        raise SystemExit(f'{path}: not a complete shard of GPT-2 tokens ({kind}; {tokens:,} tokens)')
-
-
-def batches(train, val):
+def batches(files):
     """Yield the tokens of shards in batches."""
-    for split, path in [*zip(repeat('train'), train), ('val', val)]:
+    for path in files:
         tokens = np.memmap(path, '<u2', 'r', offset=4 * HEADER)
         for start in range(0, len(tokens), PIECE):
-            yield [(split, np.array(tokens[start:start + PIECE]))]
+            yield [('val' if path == files[-1] else 'train', np.array(tokens[start:start + PIECE]))]
 
 
 @one_line_errors()
@@ -54,15 +38,20 @@ def main():
                         help=f'the first N shards of {REPOSITORY}')
     shards.add_argument('--tokens', nargs='+', type=local_path, metavar='FILE', help='shards on disk')
     args = parser.parse_args()
-    files = args.tokens or download(args.download)
-    files = distinct(files[::-1])[::-1]  # the last one is for val.bin, even if *.bin has named it, too
+    files = args.tokens
+    if args.download:
+        from huggingface_hub import hf_hub_download
+        shard_names = [*(f'fineweb_train_{i:06d}.bin' for i in range(1, args.download + 1)), 'fineweb_val_000000.bin']
+        files = [Path(hf_hub_download(REPOSITORY, name, repo_type='dataset')) for name in shard_names]
+    files = distinct(files[::-1])[::-1]  # keeps the last one for val.bin if *.bin has named it, too
     names, revision = local_files(files)
     for path in files:
-        check(path)
-    *train, val = files
+        *kind, tokens = np.fromfile(path, '<i4', 3).tolist()
+        if kind != [MAGIC, VERSION] or path.stat().st_size != 4 * HEADER + 2 * tokens:
+            raise SystemExit(f'{path}: not a complete shard of GPT-2 tokens ({kind}; {tokens:,} tokens)')
     source = f'{REPOSITORY} {names}' if args.download else names
-    write_bins(Corpus(source, revision, f'val: {val.name}', lambda: batches(train, val)), GPT2Tokens(), args.out_dir,
-               args.num_proc, args.overwrite)
+    corpus = Corpus(source, revision, f'val: {files[-1].name}', lambda: batches(files))
+    write_bins(corpus, GPT2(), args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

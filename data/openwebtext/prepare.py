@@ -1,8 +1,7 @@
-"""OpenWebText, the open reproduction of GPT-2's WebText, in GPT-2's tokens: the corpus of the paper's GPT-2 runs.
+"""OpenWebText in GPT-2's tokens, the corpus of the paper's GPT-2 runs, with nanoGPT's split.
 
-Downloads about 24 GB of parquet (Skylion007/openwebtext on the Hub), which `datasets` unpacks to about 40 GB in its
-cache (HF_HOME); the bins are 18 GB. The split is nanoGPT's, in documents and order. For comparison, nanoGPT reports
-8,013,769 documents, 9,035,582,198 tokens in train.bin and 4,434,897 in val.bin.
+Downloads about 24 GB of parquet (Skylion007/openwebtext on the Hub), unpacked to about 40 GB in HF_HOME; the bins have
+18 GB. nanoGPT reports 8,013,769 documents, 9,035,582,198 tokens in train.bin and 4,434,897 in val.bin.
 """
 
 import sys
@@ -20,7 +19,7 @@ ROWS = 4000  # documents in one batch
 
 
 def split_table(files, num_proc):
-    """Yield batches of parquet files, split by `datasets`' train_test_split, each part in its order."""
+    """Yield batches of parquet files, split by `datasets`' train_test_split."""
     from datasets import load_dataset
     with network_errors(REPOSITORY):
         table = load_dataset('parquet', data_files=files, columns=['text'], split='train',

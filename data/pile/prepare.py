@@ -1,9 +1,8 @@
-"""The Pile without its copyrighted parts, in GPT-NeoX-20B's tokens: the nearest to the paper's NeoX data.
+"""The Pile without its copyrighted parts, in GPT-NeoX-20B's tokens, the closest public corpus to the paper's NeoX data.
 
-The Pile is no longer distributed. This mirror, monology/pile-uncopyrighted on the Hub, lacks Books3, BookCorpus2,
-OpenSubtitles, YTSubtitles and OWT2, so losses on it do not compare with the paper's. About 340 GB are streamed and not
-stored, by a resumed run again; --num_files takes only the first of the 30 training files, some 11 GB each. Needs the
-package zstandard. For files on disk use data/text/prepare.py.
+The Pile is no longer distributed. monology/pile-uncopyrighted on the Hub lacks Books3, BookCorpus2, OpenSubtitles,
+YTSubtitles and OWT2, so losses are not comparable with the paper's. Streams about 340 GB without storing them, and
+again when resumed. --num_files takes fewer of the 30 training files of about 11 GB. Needs the package zstandard.
 """
 
 import sys
@@ -35,8 +34,8 @@ def main():
     parser.add_argument('--num_files', type=at_least(1), default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()
     files = [('train', f'train/{i:02d}.jsonl.zst') for i in range(args.num_files)] + [('val', 'val.jsonl.zst')]
-    rule = f'{args.num_files} files for train, 1 for val'
-    corpus = Corpus(REPOSITORY, REVISION, rule, lambda: batched(stream(files)))
+    split = f'{args.num_files} files for train, 1 for val'
+    corpus = Corpus(REPOSITORY, REVISION, split, lambda: batched(stream(files)))
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 

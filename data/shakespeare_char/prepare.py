@@ -1,7 +1,7 @@
-"""Tiny Shakespeare, one id per character: nanoGPT's smallest corpus, and the same bins as nanoGPT's.
+"""Tiny Shakespeare, one id per character: the same bins as nanoGPT's.
 
-1,003,854 tokens (the first 90 % of the text) in train.bin, 111,540 in val.bin, 65 characters. Takes any other text with
---input; without it, the text is downloaded once and kept next to the bins as input.txt.
+65 characters; 1,003,854 tokens in train.bin, the first 90 % of the text, and 111,540 in val.bin. Takes any other text
+with --input; without it, downloads the text once and keeps it as input.txt.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Your own text: .txt (documents divided by <|endoftext|>), .jsonl and .parquet files.
+"""Your own text: .txt (documents separated by <|endoftext|>), .jsonl and .parquet files.
 
-The first two may be compressed (.gz, .zst). A directory stands for all such files below it, sorted by name; hidden
-ones are left out, and links to directories are not followed.
+The first two may be compressed (.gz, .zst). A directory stands for all such files below it, sorted by name, except
+hidden ones and links to directories.
 
-Without --val_file, val_fraction of the documents go to val.bin: every 100th at 0.01, the 3rd and 5th of every 5 at 0.4.
-Where there are too few documents, val.bin gets the last val_fraction of the text, from a line end if one is near.
+Without --val_file, val_fraction of the documents go to val.bin: at 0.01 every 100th. If there are too few documents,
+val.bin gets the last val_fraction of the text, from a line end if one is near.
 """
 
 import sys
@@ -29,8 +29,8 @@ def main():
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
     meta = write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
     if (tokens := meta['val']['tokens']) < 10_000:
-        print(f'warning: {tokens:,} tokens give a coarse validation loss, and may be fewer than --block_size; raise '
-              '--val_fraction, or give a --val_file')
+        print(f'warning: val.bin has only {tokens:,} tokens, so val/loss will be noisy; raise --val_fraction, or pass '
+              '--val_file')
 
 
 if __name__ == '__main__':

@@ -1,11 +1,11 @@
-"""Few-shot accuracy on SuperGLUE, as in the paper (section "Downstream Evaluation"): 2-shot prompts, greedy decoding.
+"""Measure few-shot accuracy on SuperGLUE, as in the paper (section "Downstream Evaluation"): 2 shots, greedy decoding.
 
   python scripts/paper/superglue.py out/gpt2-small-adamw out/gpt2-small-sophiag
   python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.csv
 
-An answer is right if the first word of the model's line is. The table, also written to --output, has accuracy and stdev
-over draws of the examples; standard_error, from the number of validation examples; prompts_cut, the share of prompts
-that exceed the context and lose their beginning; majority, the accuracy of the most frequent answer.
+The first word of the model's line is its answer. The table has accuracy and stdev over draws of the shots;
+standard_error, from the number of validation examples; prompts_cut, the share of prompts that exceed the context and
+lose their beginning; majority, the accuracy of the most frequent answer.
 """
 
 import random
@@ -26,7 +26,7 @@ from runtime.gpt import generate
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 
 SHOTS, DRAWS = 2, 5
-SEED = 1337  # of the draws
+SEED = 1337  # seed of the draws
 TASKS = {  # name on the Hub: (title, instruction, template of an example, a word for each label of the data set)
     'boolq': ('BoolQ', 'Answer the question about the passage with yes or no.',
               'Passage: {passage}\nQuestion: {question}?\nAnswer:', ('no', 'yes')),
@@ -47,15 +47,15 @@ def make_prompt(task, exemplars, example):
 
 
 def read_answer(task, text):
-    """Return the index of the answer that the first line of `text` begins with, None for any other word."""
+    """Return the index of the answer with which the first line of `text` begins, or None."""
     word, answers = next(iter(re.findall(r'\w+', text.split('\n')[0].lower())), None), task[-1]
     return answers.index(word) if word in answers else None
 
 
 def run_task(loaded, task, examples, draws):
-    """Return a checkpoint's scores on one task, a dict. `draws`: lists of exemplars."""
+    """Return a checkpoint's scores on one task as a dict. `draws`: lists of exemplars."""
     tokenizer, device = loaded.tokenizer, next(loaded.model.parameters()).device
-    # One token more than the longest answer, which shows where the word ends.
+    # One token more than the longest answer shows where the word ends.
     n = 1 + max(len(tokenizer.encode(f' {answer}')) for answer in task[-1])
     room, accuracies, cut = loaded.model.config.block_size - n, [], 0
     for exemplars in draws:
@@ -97,7 +97,7 @@ def main(argv=None):
             with autocast(args.device, dtype_name(args)):
                 results = run_task(loaded, TASKS[name], examples, draws)
             table.append(dict(task=TASKS[name][0], checkpoint=path, examples=len(examples), **results))
-        write_csv(args.output, table)  # now, because each takes long, and the next one may not load
+        write_csv(args.output, table)  # after each checkpoint, because it takes long
     print_table(table)
 
 
