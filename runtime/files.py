@@ -34,7 +34,7 @@ def local_path(text):
 def atomic_write(path, mode='wb', sync=False):
     """Yield an open file ('wb', or 'w' for UTF-8 text) that replaces `path` at the end of the block, unless an error is
     raised. With `sync` its content, not yet its name, is then on the disk."""
-    path = Path(path)  # Several processes may write it, such as tasks of a sweep.
+    path = Path(path)  # Several tasks of a sweep may write it, so `partial` names the process.
     partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
     try:
         with partial.open(mode, encoding=None if 'b' in mode else 'utf-8') as f:

@@ -276,7 +276,7 @@ def test_retention(tmp_path):
     assert iterations(tmp_path) == [12, 3, 1]
     assert 'No such file' in rejection(checkpoint.load_checkpoint, tmp_path / 'ckpt_00000002.pt')  # not the best one
     assert checkpoint.load_checkpoint(tmp_path / 'best.pt')[1]['iter_num'] == 1
-    # A damaged newer checkpoint that a resumed run has skipped does not count as one of those kept.
+    # A newer checkpoint, damaged and skipped at a resume, does not count as kept.
     saved(tmp_path, model, optimizer, 4, best=True)
     assert iterations(tmp_path) == [12, 4, 3]
     assert checkpoint.load_checkpoint(tmp_path / 'best.pt')[1]['iter_num'] == 4
@@ -354,7 +354,7 @@ WSD = ['--schedule=wsd', '--cooldown_iters=30']
 
 
 @pytest.mark.parametrize(('flags', 'before', 'iteration', 'recorded'), [
-    ([], [], 20, False), ([], [], 31, True),  # the cosine has begun
+    ([], [], 20, False), ([], [], 31, True),  # The cosine has begun.
     (WSD, [], 70, False), (WSD, [], 81, True),
     (WSD, ['--max_iters=60'], 40, True),  # Under the former settings the decay had begun.
     (['--schedule=constant'], [], 90, False), ([], ['--learning_rate=1'], 10, True)])

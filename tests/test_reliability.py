@@ -218,7 +218,7 @@ def test_errors_are_one_line_and_overwrite_nothing(copy, tmp_path):
     program.main(command(copy, '--init_from=resume', f'--dataset={other}', '--ignore_data_change=True',
                          '--max_iters=12')[1:])
     assert iterations(copy)[0] == 12 and not (copy / FAILED).exists()
-    assert state(copy, 12)['best_val_loss'] == min(metrics(copy, 'val/loss')[-2:])  # of this data set: at 10 and 12
+    assert state(copy, 12)['best_val_loss'] == min(metrics(copy, 'val/loss')[-2:])  # on this data set, at 10 and 12
 
 
 def test_a_checkpoint_from_before_version_0_2_is_one_line(copy, tmp_path):

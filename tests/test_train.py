@@ -1,6 +1,5 @@
 """train.py: it learns, losses do not depend on how a mini-batch is split, edits take effect or end in an error."""
 
-import contextlib
 import functools
 import json
 import math
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -124,27 +122,8 @@ def test_the_time_of_an_iteration_includes_an_update_that_a_gpu_has_not_finished
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
 def test_a_step_and_a_log_line_wait_for_the_device_once_each(main, tmp_path, monkeypatch, name):
-    """Exceptions are the first step and steps with an estimate."""
-    found = dict(train_step=[], metrics_of=[])
-
-    def counted(function, counts):
-        def call(run, *args):
-            with waits() as seen:
-                result = function(run, *args)
-            counts.append(len(seen))
-            return result
-        return call
-
-    for function, counts in found.items():
-        monkeypatch.setattr(program, function, counted(getattr(program, function), counts))
-    main(tmp_path, f'--optimizer_name={name}', '--max_iters=4')
-    assert found['train_step'][1:] == [1, 1, 1] and found['metrics_of'] == [1, 1, 1, 1]
-
-
-@contextlib.contextmanager
-def waits():
-    """List the operations that would wait for a GPU: Python reads a value, or makes a tensor of a number."""
-    seen = []
+    """Python would wait to read a value, or to make a tensor of a number. The first step and estimates may wait."""
+    seen, found = [], dict(train_step=[], metrics_of=[])
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -152,9 +131,20 @@ def waits():
                 seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    tolist = torch.Tensor.tolist
-    with Watch(), mock.patch.object(torch.Tensor, 'tolist', lambda tensor: (seen.append('tolist'), tolist(tensor))[1]):
-        yield seen
+    def counted(*args, function, counts):
+        seen.clear()
+        with Watch():
+            result = function(*args)
+        counts.append(len(seen))
+        return result
+
+    monkeypatch.setattr(torch.Tensor, 'tolist', lambda tensor, tolist=torch.Tensor.tolist: (
+        seen.append('tolist'), tolist(tensor))[1])
+    for key, counts in found.items():
+        call = functools.partial(counted, function=getattr(program, key), counts=counts)
+        monkeypatch.setattr(program, key, call)
+    main(tmp_path, f'--optimizer_name={name}', '--max_iters=4')
+    assert found['train_step'][1:] == [1, 1, 1] and found['metrics_of'] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
@@ -190,13 +180,8 @@ def test_a_mean_is_over_the_predictions_however_they_are_split(main, train, tmp_
     exec(MASK, dict(torch=torch, model=model))
     flags = ['--total_batch_size=8', '--max_iters=6', '--eval_iters=1', '--weight_decay=0.1', '--dropout=0.0',
              '--hessian_interval=2', '--hessian_batch_size=6']
-    norms, clip = [], program.optim.clip_gradients
-    monkeypatch.setattr(program.optim, 'clip_gradients', lambda params, max_norm: (
-        norms.append(program.optim.global_norm([p.grad for p in params]).item()), clip(params, max_norm))[1])
     for size in 8, 2:
         main(tmp_path / f'{size}', *flags, f'--optimizer_name={name}', f'--batch_size={size}')
-    # Before clipping, the gradient is that of the mean.
-    assert norms == [*metrics(tmp_path / '8', 'grad_norm'), *metrics(tmp_path / '2', 'grad_norm')]
     train(tmp_path / 'ranks', *flags, '--batch_size=1', name=name, ranks=2, faults=MASK, check=True)
     for key in 'train/loss', 'grad_norm', 'param_norm', 'hessian_norm':
         whole = metrics(tmp_path / '8', key)
@@ -369,7 +354,7 @@ def test_a_loss_of_other_sequences_is_forgotten_at_a_resume(main, tmp_path, monk
              '--auto_resume=True', *flags)
         monkeypatch.setitem(program.DEFAULTS, 'eval_domain', program.setting(str, role='eval'))
     lines = runs.read_metrics(tmp_path / 'metrics.jsonl')
-    assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 2, 4]  # not 1 and 3, of other sequences
+    assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 2, 4]  # At 1 and 3 the sequences were others.
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
