@@ -1,5 +1,5 @@
-"""Settings from train.py's defaults, config files and --key=value flags: typed, checked, the source of each recorded.
-No experiment edits this file: a setting is a line at the top of train.py.
+"""Settings from train.py's defaults, config files and --key=value flags, with types, checks and recorded sources.
+To add a setting, write a line at the top of train.py; this file stays the same.
 
 train.py declares its settings as module-level names: plain values, or `setting(…)` for one with a range or choices.
 `setting(float)`, a type instead of a value, has no fixed default: train.py's `resolve` fills it in unless a config file
@@ -17,7 +17,7 @@ from types import ModuleType
 
 from runtime.files import expanded
 
-# Other programs' names of settings: the official repository's configs, Hugging Face's trainer
+# Names in the official repository's configs or Hugging Face's Trainer → ours
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
 ELSEWHERE = dict(vocab_size="the data set's meta.json has it", config='write the name of a config file without a flag')
 
@@ -40,7 +40,7 @@ class Setting:
         self.at_least, self.below, self.choices, self.role = at_least, below, tuple(choices), role
 
     def problem(self, value):
-        """Return the rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
+        """Return the rule that `value` breaks, as the end of 'must be …', or '' if it is valid."""
         if self.choices and value not in self.choices:
             return 'one of ' + ', '.join(self.choices)
         if self.type is str and not value and self.default != '':
@@ -52,7 +52,7 @@ class Setting:
         return ''
 
 
-setting = Setting  # as train.py writes it
+setting = Setting  # the name in train.py
 
 
 class Config:
@@ -86,11 +86,11 @@ class Config:
         return {key: one.role for key, one in self.declared.items() if one.role != 'tuned'}
 
     def having(self, *roles):
-        """Return the settings with one of these roles, a set of keys."""
+        """Return the keys of the settings with one of these roles as a set."""
         return {key for key, one in self.declared.items() if one.role in roles}
 
     def set(self, key, value, source):
-        """Set `key`. Stop the run when the key is unknown, or the value of the wrong type or out of range."""
+        """Set `key`. Exit if the key is unknown, or the value has the wrong type or is out of range."""
         if key not in self.declared:
             raise SystemExit(self.unknown(key, source))
         one = self.declared[key]
@@ -104,16 +104,16 @@ class Config:
         self.require(key, not problem, problem)
 
     def unknown(self, key, source):
-        """Return the message about a key that is not a setting, with what may help."""
-        place, dashes = ('', '--') if source == 'flag' else (f'{source}: ', '')
+        """Return the "unknown setting" message for a key, with a suggestion."""
+        prefix, dashes = ('', '--') if source == 'flag' else (f'{source}: ', '')
         near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
         hint = f'did you mean {dashes}{near[0]}?' if near else 'see python train.py --help'
         if source != 'flag' and not near:
             hint += ' (the name of a helper variable must begin with _)'
-        return f'{place}{dashes}{key}: unknown setting; {ELSEWHERE.get(key, hint)}'
+        return f'{prefix}{dashes}{key}: unknown setting; {ELSEWHERE.get(key, hint)}'
 
     def give(self, key, value, source):
-        """Set what a config file or a flag gives."""
+        """Set a value from a config file or a flag."""
         self.set(key, value, source)
         self.given.add(key)
 
@@ -124,12 +124,12 @@ class Config:
                 self.set(key, value, source)
 
     def require(self, key, ok, rule):
-        """Stop the run unless `ok`; the message says that the value of `key` must be `rule`."""
+        """Exit unless `ok`, with the message that the value of `key` must be `rule`."""
         if not ok:
             raise SystemExit(f'{self.shown(key)}: must be {rule}')
 
     def shown(self, key):
-        """Name a setting as a message does: as the flag that set it, or with the source of its value."""
+        """Format a setting for a message, as the flag that set it or with its source."""
         value, source = getattr(self, key), self.sources[key]
         return f'--{key}={value}' if source == 'flag' else f'{source}: {key} = {value!r}'
 
@@ -144,8 +144,7 @@ class Config:
 
 def configure(defaults, argv, script=None):
     """Return the `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv`
-    applied. SystemExit with a line for the first mistake. `script`: the path of the file that declares the settings,
-    which --help prints.
+    applied. Exit with one line at the first mistake. `script`: path of the file that declares the settings, for --help.
     """
     if script and {'--help', '-h'} & {*argv}:
         print(help_text(script, defaults))
@@ -166,7 +165,7 @@ def configure(defaults, argv, script=None):
 
 
 def help_text(path, defaults):
-    """Format the docstring of a file and the settings that it declares, a line each, with their defaults."""
+    """Format a file's docstring and the settings that it declares, one line each, with their defaults."""
     declared, source = Config(defaults).declared, Path(path).read_text(encoding='utf-8')
     rows = [ast.get_docstring(ast.parse(source)), '', 'Settings (a config file sets them as key = value):']
     for line in source.splitlines():
@@ -183,22 +182,22 @@ def help_text(path, defaults):
 
 
 def read_file(name, values):
-    """Execute the config file `name`, which may read the settings' `values` so far. Return what it sets, as a dict."""
+    """Execute the config file `name`, which may read the settings' current `values`. Return its settings as a dict."""
     path = Path(name) if Path(name).exists() else Path(__file__).parent / name  # as data sets are found
     if not path.is_file() or path.suffix != '.py':
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
         hint = f'did you mean {near[0]}?' if near else 'flags are --KEY=VALUE'
         problem = 'a config file must end in .py' if path.is_file() else 'no such config file'
         raise SystemExit(f'{name}: {problem}; {hint}')
-    # As built-ins of the file, so that what it sets itself stands apart
+    # They are built-ins of the file, so that `scope` gets only its own assignments.
     known = {key: value for key, value in values.items() if value is not None}
     scope = {'__builtins__': {**vars(builtins), **known}}
     try:
         exec(compile(path.read_bytes(), name, 'exec'), scope)
     except Exception as error:
         trace = error.__traceback__.tb_next  # None for a SyntaxError, whose message has the line
-        place = f'{name}:{trace.tb_lineno}' if trace else name
-        raise SystemExit(f'{place}: {type(error).__name__}: {error}') from None
+        where = f'{name}:{trace.tb_lineno}' if trace else name
+        raise SystemExit(f'{where}: {type(error).__name__}: {error}') from None
     return {key: value for key, value in scope.items()
             if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value)}
 
@@ -207,7 +206,7 @@ KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: '
 
 
 def from_text(name, text, type_):
-    """Read a flag's text as a value of `type_`; 1e5 is a whole number, too."""
+    """Parse a flag's text as a value of `type_`. 1e5 also counts as a whole number."""
     try:
         if type_ is bool:
             return {'true': True, 'false': False}[text.lower()]

@@ -4,7 +4,7 @@ For another schedule or estimator, subclass a hook and name it in a row of optim
 In each iteration train_step calls `start` and `split`, and for each micro-batch `labels` before the forward pass. If
 that returned labels, it calls `add` with the loss on them. If `start` returned True, it calls `update` before the
 optimizer's step. Estimates are made at iterations 0, k, 2k, … on the first sequences of that iteration's mini-batch
-(Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
+(Algorithm 3, lines 7 to 9). All random numbers are functions of (seed, iteration).
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class StepHook:
         return False
 
     def start(self, iter_num, loss_scale=1.0):
-        """Begin iteration `iter_num`. Return whether it estimates the Hessian. `loss_scale`: float16's."""
+        """Begin iteration `iter_num`. Return whether it estimates the Hessian. `loss_scale`: GradScaler's scale."""
         return False
 
     def split(self, rows, size):
@@ -44,13 +44,13 @@ class StepHook:
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
     def labels(self, X, Y, rows):
-        """Return a dict of further arguments for `loss.Losses`, given the micro-batch `rows`: X and Y, (B, T) int64. If
-        these are labels for its first sequences, `add(loss_hat, predictions)` gets the summed loss on them."""
+        """Return extra arguments for `loss.Losses` as a dict. X and Y, (B, T) int64, are the sequences `rows`. If the
+        arguments are labels for the first of them, `add(loss_hat, predictions)` gets the summed loss on these."""
         return {}
 
 
 class HessianHook(StepHook):
-    """Base class of the estimators, at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch. A
+    """Base class of estimators. They run at iterations 0, k, 2k, … on the mini-batch's first `batch_size` sequences. A
     subclass defines `diagonal()`, which returns ĥ as a list of tensors in param-group order; None keeps that h. During
     `diagonal`, `p.grad` is the mean gradient of the whole mini-batch, already clipped.
 
@@ -63,7 +63,7 @@ class HessianHook(StepHook):
         interval, batch_size: k, and the number of sequences over all ranks, a multiple of world_size.
         parts, clip: the settings hessian_parts and hessian_clip, for Gauss-Newton-Bartlett only.
         rank, world_size: this rank has the sequences [rank::world_size] of the mini-batch.
-        autocast: context manager for forward passes outside of train_step's.
+        autocast: context manager for forward passes outside of train_step.
         compile: whether the model's forward is compiled; then Hessian-vector products are, too.
     """
 
@@ -80,9 +80,9 @@ class HessianHook(StepHook):
 
     def start(self, iter_num, loss_scale=1.0):
         self.iter_num, self.due = iter_num, self.is_due(iter_num, self.interval)
-        # An estimate overflows at another loss scale than the gradient, the only one that GradScaler watches.
+        # Estimates overflow at another loss scale than gradients, and GradScaler tracks only gradients.
         self.scale = min(loss_scale, self.group.get('hessian_scale', loss_scale))
-        self.here = self.batch_size // self.world_size if self.due else 0  # the first sequences of this rank
+        self.here = self.batch_size // self.world_size if self.due else 0  # this rank's sequences in the estimate
         return self.due
 
     @property
@@ -91,11 +91,11 @@ class HessianHook(StepHook):
         return next(group for group in self.optimizer.param_groups if group['params'])
 
     def count(self, rows):
-        """Return how many sequences of the micro-batch `rows`, the first ones, belong to the estimate."""
+        """Return how many of the first sequences in the micro-batch `rows` belong to the estimate."""
         return len(range(rows.start, min(rows.stop, self.here), rows.step or 1))
 
     def update(self):
-        """Update h with the estimate (Algorithm 3, line 9). Return why the iteration must be skipped, or ''."""
+        """Update h with the estimate (Algorithm 3, line 9). Return the reason to skip the iteration, or ''."""
         estimates = self.diagonal()
         if check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
             self.optimizer.update_hessian(estimates)
@@ -110,11 +110,11 @@ class HessianHook(StepHook):
 
 
 def fit_parts(parts, batch_size, micro_batch, ranks, sharded):
-    """Return the first number from `parts` on into which `batch_size` sequences can be divided.
+    """Return the smallest possible number of parts of `batch_size` sequences that is at least `parts`, or the largest.
 
-    All parts have one size, at most `micro_batch`. A part is on one rank, with `sharded` parameters on all of them.
+    All parts have one size, at most `micro_batch`. A part is on one rank, or on all ranks with `sharded` parameters.
     """
-    here = batch_size // ranks  # sequences of a rank
+    here = batch_size // ranks  # sequences per rank
     fit = [n for n in range(1, here + 1) if here % n == 0 and here // n <= micro_batch]
     fit = [n if sharded else n * ranks for n in fit]
     return parts if parts < 2 else next((n for n in fit if n >= parts), fit[-1])
@@ -138,14 +138,14 @@ class GNBHook(HessianHook):
         return self.due
 
     def split(self, rows, size):
-        if not self.due or self.compile and self.parts < 2:  # another size would be compiled again
+        if not self.due or self.compile and self.parts < 2:  # another size would be recompiled
             return super().split(rows, size)
         # The sequences of the estimate come first, because its backward pass is over whole micro-batches.
         here = min(self.here, rows)
         first = super().split(here, size)
         if self.parts > 1:
-            # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. Where parameters
-            # are sharded, all ranks work on one part, which has other sequences: another draw of the same estimate.
+            # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. With sharded
+            # parameters all ranks work on one part, with other sequences, which is another draw of the same estimate.
             n = self.parts if any(map(is_dtensor, self.estimator.params)) else self.parts // self.world_size
             first = [slice(i, here, n) for i in range(min(n, here))]
         return first + [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
@@ -160,7 +160,7 @@ class GNBHook(HessianHook):
 
     def second_labels(self, Y, rows):
         """Return the arguments for the second loss on `Y`, the sequences of `rows` that belong to the estimate."""
-        if self.uniforms is None:  # of this rank's sequences of the estimate
+        if self.uniforms is None:  # drawn once for all of this rank's sequences in the estimate
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)
             self.uniforms = uniforms[self.rank::self.world_size].to(Y.device)
@@ -203,8 +203,8 @@ def rows_at_once(config, rows, T, micro_batch, lean):
 
 
 def product_size(config, T, lean):
-    """Return the number of attention weights and logits in a Hessian-vector product of a sequence of T tokens. `lean`:
-    compiled and in bfloat16 it keeps about a quarter of the logits' bytes."""
+    """Return the number of attention weights and logits in a Hessian-vector product of a sequence of T tokens. `lean`
+    products, compiled and in bfloat16, keep about a quarter of the logits' bytes."""
     return T * (config.n_layer * config.n_head * T + (1 if lean else 4) * config.vocab_size)
 
 
@@ -212,33 +212,33 @@ class HutchinsonHook(HessianHook):
     """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
 
     hessian_products = True
-    # Forward over reverse takes the 3 matmuls of forward and backward and two tangents of each, less the weight's
-    # gradient itself, which is not used: 3 + 6 − 1 = 8.
+    # Forward-over-reverse takes the 3 matmuls of forward and backward and two tangents of each, without the unused
+    # gradient of the weight: 3 + 6 − 1 = 8.
     cost = 8 / 3
     rademacher = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
-        number = {p: i for i, p in enumerate(self.params)}
-        # Each name of a parameter, of which tied ones have several, but a module that is there twice only once
-        self.places = [(place, number[p]) for prefix, module in self.model.named_modules()
-                       for place, p in module.named_parameters(prefix, recurse=False) if p in number]
+        index = {p: i for i, p in enumerate(self.params)}
+        # A tied parameter has several names. A module that is used twice is listed once.
+        self.names = [(name, index[p]) for prefix, module in self.model.named_modules()
+                      for name, p in module.named_parameters(prefix, recurse=False) if p in index]
         self.product = self.curvature_product
         if self.compile:
-            # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
+            # PyTorch 2.11 fails to compile this for varying shapes; rows_at_once makes them equal.
             self.product = torch.compile(self.product, dynamic=False)
         dtype = getattr(self.autocast, 'fast_dtype', None)
         self.lean = self.compile and dtype == torch.bfloat16
         if dtype == torch.float16:
-            # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
+            # The sizes of gradients and their derivatives along u differ too much for float16 at any loss scale.
             self.autocast = contextlib.nullcontext()
 
     def forward(self, values, *args):
-        """Call the model with `values` of the parameters. It may change `args` and buffers, which torch.func allows
-        only with new tensors; so an estimate leaves the model's own buffers as they are."""
+        """Call the model with the parameters' `values`. It gets copies of `args` and buffers, because torch.func lets
+        it change only new tensors. So an estimate leaves the model's own buffers unchanged."""
         tensors = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        tensors.update((place, values[i]) for place, i in self.places)
+        tensors.update((name, values[i]) for name, i in self.names)
         return functional_call(self.model, tensors, tuple(arg.clone() for arg in args), tie_weights=False)
 
     def curvature_product(self, X, Y, u):
@@ -246,7 +246,7 @@ class HutchinsonHook(HessianHook):
         def loss(values):
             return self.forward(values, X, Y)[1]
 
-        with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
+        with sdpa_kernel(SDPBackend.MATH):  # flash attention has no second derivative
             return hessian_vector_product(loss, [p.detach() for p in self.params], u)
 
     def start(self, iter_num, loss_scale=1.0):
@@ -256,7 +256,7 @@ class HutchinsonHook(HessianHook):
 
     def labels(self, X, Y, rows):
         if n := self.count(rows):
-            self.sequences.append((X[:n].clone(), Y[:n]))  # Y as the model's forward masks it, X as it was
+            self.sequences.append((X[:n].clone(), Y[:n]))  # the forward may mask Y, and X is a copy
         return {}
 
     def diagonal(self):
@@ -266,7 +266,7 @@ class HutchinsonHook(HessianHook):
         for x, y in zip(X.split(n), Y.split(n)):
             with self.autocast:
                 product = self.product(x, y, estimator.u)
-            # Like the loss, over the predictions; the model's forward has masked targets in place.
+            # Predictions are the weights, as in the loss. The model's forward has masked targets in place.
             estimator.add(product, int((y >= 0).sum()) / y.size(1))
             del product  # frees the memory for the next one
         estimates = dict(zip(self.params, estimator.estimate()))

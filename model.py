@@ -109,7 +109,7 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd, bias=config.bias)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
-        self.apply(self._init_weights)  # replaces the weights of the submodules' constructors, but no frozen ones
+        self.apply(self._init_weights)  # overwrites the submodules' own initial weights, except frozen ones
         # GPT-2's depth scaling: each block adds to the residual stream twice.
         for name, p in self.named_parameters():
             if name.endswith('c_proj.weight') and p.requires_grad:
@@ -127,8 +127,8 @@ class GPT(nn.Module):
 
         Args:
             idx: (B, T) token ids.
-            targets: (B, T) token ids, negative where a position does not count. To leave out more, set them to -1 in
-                place: the sampling of labels reads `targets` afterwards.
+            targets: (B, T) token ids, negative where a position does not count. To mask more positions, set them to -1
+                in place, because label sampling reads `targets` afterwards.
         """
         B, T = idx.shape
         if T > self.config.block_size:
@@ -137,7 +137,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         divisors = [None] * self.config.n_layer
         if self.config.scale_attn_by_inverse_layer_idx:
-            # A tensor, because Python numbers would make several graphs of compiled blocks; exact in bfloat16.
+            # A tensor, because Python numbers would recompile the blocks. It is exact in bfloat16.
             divisors = torch.arange(1, self.config.n_layer + 1, device=idx.device)
         for block, divisor in zip(self.transformer.h, divisors):
             x = block(x, divisor)

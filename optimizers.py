@@ -1,5 +1,5 @@
-"""The table of optimizers: how each is built, its settings, its learning rates, its Hessian estimator.
-Add an optimizer as a row of OPTIMIZERS. A library's optimizer needs none: --optimizer_name=LIBRARY:CLASS.
+"""The table of optimizers: constructor, settings, learning rates and Hessian estimator of each.
+Add an optimizer as a row of OPTIMIZERS. A library's optimizer needs no row: --optimizer_name=LIBRARY:CLASS.
 
 Also here: the baselines Lion and AdaHessian, the paper's ablations, and the param groups.
 """
@@ -31,7 +31,7 @@ class Momentum(torch.optim.Optimizer):
     lists of tensors."""
 
     def step(self, closure=None):
-        """Update every parameter that has a gradient, and return the loss of the closure, if there is one."""
+        """Update every parameter that has a gradient. Return the closure's loss, if there is a closure."""
         loss = closure() if closure else None
         with torch.no_grad():
             for group in self.param_groups:
@@ -64,7 +64,7 @@ class Lion(Momentum):
 
 class Normalize(Momentum):
     """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
-    momentum: β1, by the name that PyTorch's schedulers look for."""
+    momentum: β1, under the name that PyTorch's schedulers expect."""
 
     def __init__(self, params, lr, momentum=0.96, eps=1e-12, weight_decay=0.2):
         super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay))
@@ -72,7 +72,7 @@ class Normalize(Momentum):
     def update(self, group, params, grads, ms):
         lr, params, grads, shards = group['lr'], local(params), local(grads), local(ms)
         torch._foreach_lerp_(shards, grads, 1 - group['momentum'])
-        # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
+        # A tensor's norm needs all of its shards. All other operations are elementwise.
         norms = [full_tensor(norm) for norm in torch._foreach_norm(ms)]
         rms = [norm.div_(m.numel() ** 0.5).clamp_(min=group['eps']) for norm, m in zip(norms, ms)]
         update = torch._foreach_div(shards, rms)
@@ -86,7 +86,7 @@ class Normalize(Momentum):
 
 
 class SophiaSquared(Sophia):
-    """The ablation AH+clip: the state `hessian` is the EMA of ĥ², as in AdaHessian, and the update takes its root."""
+    """The ablation AH+clip: the state `hessian` is the EMA of ĥ², as in AdaHessian, and the update uses its root."""
 
     def update_hessian(self, estimates):
         return super().update_hessian(None if h_hat is None else h_hat.square() for h_hat in estimates)
@@ -99,7 +99,7 @@ class AdaHessian(SophiaSquared):
     """AdaHessian (Yao et al., 2021) as the paper compares with it: AdamW with the EMA of ĥ² as the second moment v,
     θ ← θ − lr·λ·θ − lr·m̂ / (√v̂ + ε), m and v bias-corrected.
 
-    A coordinate with v = 0, because it has no estimate yet or all were 0, only decays: m̂ / ε would throw it far away.
+    A coordinate with v = 0 (no estimate yet, or all were 0) only decays, because m̂ / ε would be huge.
     State per parameter: `exp_avg` (m), `hessian` (v), and `step`, a float32 tensor (2,): step count, estimate count."""
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, nonfinite='raise'):
@@ -125,7 +125,7 @@ class AdaHessian(SophiaSquared):
         return finite
 
     def count(self, p):
-        # PyTorch loads a state of this name as it is, and all others in the dtype of the parameter.
+        # load_state_dict casts every state except 'step' to the parameter's dtype.
         return self.state[p].setdefault('step', torch.zeros(2, dtype=torch.float32))
 
     def unclipped_fraction(self):
@@ -141,18 +141,18 @@ class SophiaUnclipped(Sophia):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The table. Values are from the paper's section on hyperparameter tuning for the optimizers that it trains; a comment
-# says where it is silent.
+# The table. For the optimizers in the paper, values are from its section on hyperparameter tuning. Comments name the
+# values that it does not state.
 
 
 @dataclass(frozen=True)
 class Row:
     """An optimizer of the table."""
-    build: Callable  # (param groups, its settings as attributes) → Optimizer; gradients come finite and clipped
-    settings: dict  # train.py's settings that it has → default; hessian_batch_size is for mini-batches of 480 sequences
+    build: Callable  # (param groups, its settings as attributes) → Optimizer; gradients are finite and clipped
+    settings: dict  # setting in train.py → default; hessian_batch_size is for mini-batches of 480 sequences
     learning_rates: dict | float  # peak learning rate by model size, or one for all sizes
-    source: str = 'Table 2'  # where the learning rates come from
-    hook: type[StepHook] = StepHook  # the class of its Hessian estimates, see hessian.py
+    source: str = 'Table 2'  # source of the learning rates
+    hook: type[StepHook] = StepHook  # the class that estimates its Hessian, see hessian.py
     scale_hessian_batch: bool = True  # whether hessian_batch_size scales with the mini-batch
     scales_attention: bool = False  # whether the paper divides its attention logits by the layer index
     library: str = ''  # 'LIBRARY:CLASS' of a library's optimizer
@@ -201,16 +201,16 @@ def from_library(groups, s, **arguments):
 
 
 def matrices_and_rest(groups):
-    """Return the param groups of the matrices for Muon and of the rest. Muon takes the groups of the role 'hidden', or
+    """Split param groups into Muon's matrices and the rest. Muon takes matrices in groups with the role 'hidden', or
     all matrices if no group has a role."""
     roles = any(group.get('role') for group in groups)
 
-    def part(wanted):
+    def select(wanted):
         found = [dict(group, params=[p for p in group['params'] if wanted == (
             p.dim() == 2 and (group.get('role') == 'hidden' or not roles))]) for group in groups]
         return [group for group in found if group['params']]
 
-    return part(True), part(False)
+    return select(True), select(False)
 
 
 def muon(groups, s):
@@ -228,8 +228,8 @@ ADAMW_LR = {'tiny': 1.2e-2, '30M': 1.2e-3, '125M': 6e-4, '355M': 3e-4, '540M': 3
 LION_LR = {'tiny': 4e-3, '30M': 4e-4, '125M': 1.5e-4, '355M': 6e-5}
 SOPHIA_H_LR = {'tiny': 2e-3, '30M': 1e-3, '125M': 6e-4, '355M': 4e-4, '540M': 4e-4, '770M': 3e-4}
 SOPHIA_G_LR = SOPHIA_H_LR | {'1.5B': 1.2e-4, '6.6B': 6e-5}
-# AdaHessian's step is a fraction of a Newton step, whose size the learning rate does not fix: one for all models. The
-# paper does not state it; ours is the best of 0.1, 0.3 and 1 with the model 'tiny'.
+# AdaHessian's steps are fractions of a Newton step, so all model sizes share one learning rate. The paper does not
+# state it; ours is the best of 0.1, 0.3 and 1 for the model 'tiny'.
 ADAHESSIAN_LR = 0.3
 
 SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10)
@@ -240,28 +240,28 @@ OPTIMIZERS = {
     'adamw': Row(adamw, dict(beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR, scales_attention=True,
                  shards=True),
     'lion': Row(lion, dict(beta1=0.95, beta2=0.98, weight_decay=0.2), LION_LR, scales_attention=True, shards=True),
-    # The paper does not state weight decay, ε and the size of the estimate's batch. The decay per step is learning
-    # rate × λ, and the learning rate is hundreds of times AdamW's.
+    # The paper does not state weight_decay, eps and hessian_batch_size. λ is small because the decay per step is
+    # learning rate × λ, and the learning rate is hundreds of times AdamW's.
     'adahessian': Row(adahessian, dict(beta1=0.92, beta2=0.99, weight_decay=1e-3, eps=1e-8, hessian_interval=1,
                                        hessian_batch_size=480), ADAHESSIAN_LR, 'our table', AdaHessianHook),
     'sophiag': Row(sophia, SOPHIA_G, SOPHIA_G_LR, hook=GNBHook, shards=True),
     'sophiah': Row(sophia, SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
-    # Ablations. The paper does not state their learning rates: ours are the closest optimizer's. Empirical Fisher
-    # and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
+    # Ablations. The paper does not state their learning rates; ours are the closest optimizer's. For empirical Fisher
+    # and AH+clip it states k = 10 and a γ "found by grid search"; ours is Sophia's.
     'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 2, sophiag', EmpiricalFisherHook, shards=True),
     'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 2, sophiah', HutchinsonHook,
                    scale_hessian_batch=False),
-    # Clip and Normalize have no preconditioner; the paper does not state β1. ε only bounds Normalize's denominator.
+    # Clip and Normalize have no preconditioner. The paper does not state β1. ε only bounds Normalize's denominator.
     'signum': Row(signum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 2, lion', shards=True),
     'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 2, lion', shards=True),
-    # k = 2 is the paper's. Without the clip ε has to bound the step where h is tiny; the paper does not state it.
+    # k = 2 is the paper's. Without clipping, ε must bound the step where h is tiny. The paper does not state ε.
     'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 2, sophiag', GNBHook, shards=True),
     # Not in the paper: a window of 100 steps instead of 1,000 and, by squaring 16 parts separately, similar noise.
     'sophiag_fresh': Row(sophia, dict(SOPHIA_G, beta2=0.9, hessian_parts=16), SOPHIA_G_LR, 'Table 2, sophiag', GNBHook,
                          shards=True),
     # Baselines that the paper does not have, with library defaults except for AdamW's weight decay. Muon's updates are
-    # scaled to the size of AdamW's, so it takes AdamW's learning rates. Its products of shards gather whole matrices.
+    # scaled to the size of AdamW's, so it takes AdamW's learning rates. With shards it gathers whole matrices.
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8, optimizer_args=''),
                 ADAMW_LR | {'tiny': 4.8e-2}, 'Table 2, adamw', shards=True, library='torch:Muon'),
     'soap': Row(from_library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8, optimizer_args=''),
@@ -275,13 +275,13 @@ INSTEAD = {
     'torch:LBFGS': 'adamw, because a step here evaluates the loss once',
     'pytorch_optimizer:SophiaH': 'sophiah', 'pytorch_optimizer:AdaHessian': 'adahessian',
 }
-# Library optimizers that work on each coordinate by itself, or know DTensors
+# Library optimizers that are elementwise or support DTensors
 SHARDABLE = {f'torch:{name}' for name in torch.optim.__all__} - {'torch:Muon', 'torch:Adafactor', 'torch:Rprop'} | {
     'schedulefree:AdamWScheduleFree'}
 
 
 def row(optimizer_name):
-    """Return the row of an optimizer, in the table or of a library."""
+    """Return the row of an optimizer, from the table or built for a library's."""
     if optimizer_name in INSTEAD:
         raise SystemExit(f'--optimizer_name={optimizer_name}: is not supported; use {INSTEAD[optimizer_name]}')
     if ':' in optimizer_name:
@@ -304,21 +304,21 @@ def unlisted_row(path):
 
 
 def build_optimizer(name, params, *, lr, compile=False, **settings):
-    """Build the optimizer called `name` in the table on parameters or param groups. Settings that are not given are the
-    table's. `compile` fuses Sophia's update by torch.compile. Gradients must be finite when it steps."""
+    """Build the optimizer called `name` in the table on parameters or param groups. Missing settings come from
+    the table. `compile` fuses Sophia's update with torch.compile. Gradients must be finite when it steps."""
     chosen, groups = row(name), list(params)
     groups = groups if isinstance(groups[0], dict) else [dict(params=groups)]
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile)
-    optimizer = chosen.build(groups, s)  # AttributeError where its row lacks a setting
-    optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
+    optimizer = chosen.build(groups, s)  # AttributeError if the row lacks a setting
+    optim.back_to_training(optimizer)  # schedule-free optimizers start in evaluation mode
     optimizer_state.record_construction(optimizer)
     return optimizer
 
 
 def hessian_flops_per_token(settings, flops_per_token):
     """Return the FLOPs of Hessian estimates per training token, given the dict of a run's `settings` and the
-    `flops_per_token` of forward and backward. An estimate costs the hook's `cost` × those of its sequences."""
+    `flops_per_token` of forward and backward. An estimate costs the hook's `cost` times that per token."""
     hook, iterations = row(settings['optimizer_name']).hook, settings['max_iters']
     estimates = sum(hook.is_due(i, settings['hessian_interval']) for i in range(iterations))
     share = settings['hessian_batch_size'] / settings['total_batch_size']
@@ -326,10 +326,10 @@ def hessian_flops_per_token(settings, flops_per_token):
 
 
 def parameter_groups(model, weight_decay):
-    """Return three param groups: embeddings (and an untied head) and the blocks' matrices, both with weight decay
-    (None: the optimizer's own); norms, biases and other vectors, without.
+    """Return three param groups: embeddings (and an untied head), the blocks' matrices, and all vectors, such as norms
+    and biases. Vectors have no weight decay. For the others None means the optimizer's default.
 
-    A group may have an `lr_scale`, which multiplies its learning rate. Muon takes the `role` 'hidden' only.
+    A group may have an `lr_scale`, which multiplies its learning rate. Muon takes only the `role` 'hidden'.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     in_blocks = set(model.transformer.h.parameters())
@@ -357,8 +357,8 @@ def library_class(path):
 
 
 def parse_arguments(text, path):
-    """Return the setting optimizer_args, 'nesterov=True, momentum=0.9' in Python literals, as a dict. SystemExit unless
-    they are arguments of the class `path`, because some classes take any."""
+    """Parse the setting optimizer_args, such as 'nesterov=True, momentum=0.9', into a dict. Exit unless the
+    class `path` names these arguments, because some classes accept any."""
     flag = f'--optimizer_args={text}'
     try:
         call = ast.parse(f'dict({text})', mode='eval').body
@@ -384,12 +384,12 @@ def unused(config):
 
 
 def defaults_of(config):
-    """Return the settings of a run of this optimizer whose files name none."""
+    """Return the default settings of a run with this optimizer."""
     return {**unused(config), **row(config.optimizer_name).settings, **config.defaults}
 
 
 def fill_settings(config):
-    """Fill in the settings of the optimizer, hessian_batch_size for this run's mini-batch."""
+    """Fill in the optimizer's settings, with hessian_batch_size scaled to the mini-batch."""
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:
@@ -404,7 +404,7 @@ def fill_settings(config):
 
 
 def peak_learning_rate(optimizer_name, model_size):
-    """Return (learning rate, None where there is none; the name of the table)."""
+    """Return (learning rate or None, name of the table)."""
     chosen = row(optimizer_name)
     rates, ours = chosen.learning_rates, model_size == 'tiny' and chosen.source.startswith('Table')
     table = 'our table' if ours else chosen.source
@@ -424,7 +424,7 @@ def fit_estimate(config, ranks):
 
 
 def check_settings(config):
-    """SystemExit where a setting does not go with the optimizer. Hessian-vector products need the plain model."""
+    """Exit if a setting does not fit the optimizer. Hessian-vector products need the plain model."""
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     for key in (*unused(config), *({'optimizer_args'} - chosen.settings.keys())):
         if config.sources[key] == 'flag':
@@ -442,14 +442,14 @@ def check_settings(config):
 # Metrics
 
 
-# Modules of a GPT → the kind of their tensors in metrics
+# Module of a GPT → kind of its tensors in metrics
 KINDS = dict(attn='attention', mlp='mlp', wte='embedding', wpe='embedding', lm_head='embedding')
 
 
 def optimizer_metrics(optimizer, model):
-    """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if the state has them
-    as `exp_avg` or `momentum_buffer` and as `hessian`; the norm of h also by kind of tensor, `hessian_norm/KIND`;
-    `update_unclipped` of Sophia; and the dict of the optimizer's method `metrics()`, if it has one."""
+    """Return metrics as 0-d tensors. `momentum_norm`: ℓ2 norm of the state `exp_avg` or `momentum_buffer`.
+    `hessian_norm`: ℓ2 norm of the state `hessian`, also by kind of tensor as `hessian_norm/KIND`. `update_unclipped`:
+    for Sophia. If the optimizer has a method `metrics()`, the dict that it returns is added."""
     states = [optimizer.state.get(p, {}) for p in optim.parameters(optimizer)]
     found = {}
     for metric, keys in dict(momentum_norm=('exp_avg', 'momentum_buffer'), hessian_norm=('hessian',)).items():
@@ -466,8 +466,8 @@ def optimizer_metrics(optimizer, model):
 
 
 def kind_of(name, p):
-    """Return the kind of a GPT's parameter: norm (any vector), attention, mlp, embedding (an untied head, too); or
-    other, in a module whose name is not model.py's."""
+    """Return the kind of a GPT's parameter: norm (any vector), attention, mlp, embedding (or an untied head), or other
+    if its module has no name of model.py's."""
     if p.dim() < 2:
         return 'norm'
     return next((KINDS[part] for part in name.split('.') if part in KINDS), 'other')

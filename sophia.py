@@ -64,15 +64,15 @@ class Sophia(Optimizer):
         eps: ε, the lower bound of γ·h.
         weight_decay: λ, decoupled as in AdamW.
         nonfinite: 'raise' FloatingPointError when a gradient or an estimate holds inf or NaN, 'skip' that update, or
-            'ignore' it (no check, so no wait for the device).
-        compile: run the update as one fused kernel by torch.compile. A new β1 or γ compiles it again.
+            'ignore' it (no check, so no device sync).
+        compile: fuse the update into one kernel with torch.compile. A new β1 or γ compiles it again.
 
     State per parameter: `exp_avg` (m) and `hessian` (h), like AdamW's two buffers. Neither is bias-corrected. Until the
     first estimate h is 0 and the update is sign momentum, with a warning.
     """
-    rule = staticmethod(sophia_update)  # a variant of the update is another function of these arguments
-    rho = 1.0  # where the update is clipped (the official code calls γ rho)
-    nonfinite, compile, warned = 'raise', False, False  # also for copies, which keep no attributes
+    rule = staticmethod(sophia_update)  # override to change the update; same signature
+    rho = 1.0  # clipping threshold (the official code's "rho" is γ)
+    nonfinite, compile, warned = 'raise', False, False  # defaults for copies, which lack instance attributes
 
     def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, nonfinite='raise',
                  compile=False):
@@ -113,13 +113,13 @@ class Sophia(Optimizer):
     def update(self, group, params):
         """Update m and θ of `params`, which belong to the param group `group` and have gradients."""
         lr, hs = group['lr'], local(self.buffers(params, 'hessian'))
-        if not self.warned and lr:  # schedules may begin at 0
+        if not self.warned and lr:  # a schedule may begin at 0
             self.warned = True
             if not any(h.any() for h in hs):
                 warn('Sophia.step() while h is 0 is sign momentum: there was no update_hessian() yet, or its estimates '
                      'were 0')
         if self.compile and not isinstance(lr, torch.Tensor):
-            lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
+            lr = torch.full((), lr, device=params[0].device)  # torch.compile would bake a number in
         rule = compiled(self.rule) if self.compile else self.rule
         rule(local(params), local([p.grad for p in params]), local(self.buffers(params, 'exp_avg')), self.curvature(hs),
              lr, group['betas'][0], group['gamma'], group['eps'], group['weight_decay'], self.rho)
@@ -145,11 +145,11 @@ class Sophia(Optimizer):
         return finite
 
     def curvature(self, hs):
-        """Return the h of the update, given the state `hessian`; the ablations override it."""
+        """Return the h that the update uses, given the state `hessian`. Ablations override this."""
         return hs
 
     def buffers(self, params, key):
-        """Return the state `key` of each of `params`, which begins as zeros."""
+        """Return the state `key` of each parameter, initialized with zeros."""
         for p in params:
             for name in ('exp_avg', 'hessian'):  # both, because torch.distributed.checkpoint loads only complete states
                 if name not in self.state[p]:
@@ -158,8 +158,8 @@ class Sophia(Optimizer):
 
     @torch.no_grad()
     def unclipped_fraction(self):
-        """Return the fraction of coordinates that the last `step` did not clip, a 0-d tensor; None before it. Call it
-        before h changes again and, with sharded parameters, on every rank."""
+        """Return the fraction of coordinates that the last `step` did not clip, as a 0-d tensor, or None before any
+        step. Call it before h changes again and, with sharded parameters, on every rank."""
         counts, ms = [], []
         for group in self.param_groups:
             for state in [self.state[p] for p in group['params'] if 'exp_avg' in self.state.get(p, {})]:
@@ -185,15 +185,15 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
 
     Args:
         outputs: logits (…, V) with a graph, only at positions that count in the loss; or an iterable with the outputs
-            of each micro-batch, such as [(mu, log_sigma)] for a `distribution` of a tuple. A generator keeps one graph
-            in memory at a time.
-        optimizer: the optimizer that takes the estimate, or a list of its parameters in the same order. Sharded
-            parameters must be all that the model trains, because FSDP's backward adds to the gradients of others.
+            of each micro-batch, such as [(mu, log_sigma)] for a `distribution` that takes a tuple. A generator keeps
+            only one graph in memory at a time.
+        optimizer: the optimizer that takes the estimate, or a list of its parameters in the same order. With FSDP it
+            must have all trained parameters of the model, because the backward adds to the gradients of the others.
         distribution: function from outputs to the torch.distributions.Distribution whose mean negative log-likelihood
             is the loss, an exponential family in its natural parameter. Default: Categorical(logits=…), that is
             cross-entropy. For ½(f − y)²: lambda f: Normal(f, 1.0).
-        group: process group that shares the mini-batch. Default: all ranks. Seed torch differently on each of them.
-        retain_graph: keep the graph, for the gradient of the loss from the same forward pass.
+        group: process group that shares the mini-batch. Default: all ranks. Seed torch differently on each rank.
+        retain_graph: keep the graph, so that the loss can be differentiated from the same forward pass.
         by_parts, max_norm: see `GaussNewtonBartlett`; not in the paper.
 
     Returns ĥ = B·ĝ⊙ĝ as a list, one tensor per parameter and None for frozen ones, where ĝ is the gradient of the mean
@@ -202,7 +202,7 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
     estimator = GaussNewtonBartlett(optimizer, by_parts, max_norm)
     check_seeds(estimator.params[0].device, group)
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
-        if isinstance(f, torch.Tensor):  # in float16 labels of probability 0 are drawn, and sums overflow
+        if isinstance(f, torch.Tensor):  # float16 draws labels of probability 0, and its sums overflow
             f = f.to(torch.promote_types(f.dtype, torch.float32))
         likelihood = (distribution or categorical)(f)
         labels = likelihood.sample().detach().clone()  # line 4: ŷ ~ softmax(f); some distributions cache their sample
@@ -212,23 +212,23 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
 
 
 def categorical(f):
-    """Return Categorical(logits=f). ValueError unless f can be logits."""
-    shape = tuple(getattr(f, 'shape', ()))  # iterating over Hugging Face's outputs gives names
+    """Return Categorical(logits=f), or raise ValueError if f cannot be logits."""
+    shape = tuple(getattr(f, 'shape', ()))  # f is a string if Hugging Face's output object was passed
     if len(shape) < 2 or shape[-1] < 2:
         raise ValueError(f'gauss_newton_bartlett: outputs of shape {shape} are not logits (B, …, V) with V > 1; pass '
                          'output.logits, or for a loss other than cross-entropy its distribution, such as Bernoulli')
-    return torch.distributions.Categorical(logits=f, validate_args=False)  # which checks on the host
+    return torch.distributions.Categorical(logits=f, validate_args=False)  # validation syncs with the host
 
 
 class GaussNewtonBartlett:
     """Algorithm 2 over micro-batches and ranks, for training loops that compute the loss on sampled labels themselves.
 
     ĥ = G⊙G / B, where G is the gradient of the loss summed over all B predictions; this equals B·ĝ⊙ĝ. Its standard
-    deviation is about √2 times its mean for any B. Makes one estimate.
+    deviation is about √2 times its mean for any B. An instance makes one estimate.
 
-    by_parts: ĥ = Σₚ Gₚ⊙Gₚ / B, where Gₚ is the gradient of part p: one `add` on one rank, or on all of them if the
-        parameters are sharded. Labels are independent, so the mean is the same; n equal parts have about 1/n of the
-        variance.
+    by_parts: ĥ = Σₚ Gₚ⊙Gₚ / B, where Gₚ is the gradient of part p. A part is one call of `add`, on one rank, or on all
+        ranks if the parameters are sharded. Labels are independent, so the mean is the same, and n equal parts have
+        about 1/n of the variance.
     max_norm: scale ĥ as if ĝ had been clipped at this norm before it is squared, as the official script does at 1.0;
         0 = no clipping, as in the paper. The clipped estimate is biased.
     """
@@ -239,7 +239,7 @@ class GaussNewtonBartlett:
         self.predictions = 0  # B
 
     def add(self, loss_hat, predictions, retain_graph=False):
-        """Add a micro-batch: `loss_hat` is its loss on sampled labels, *summed* over its number of `predictions`."""
+        """Add a micro-batch. `loss_hat`: its loss on sampled labels, *summed*. `predictions`: number of summands."""
         if not loss_hat.requires_grad:
             raise RuntimeError('the outputs have no graph; compute them without no_grad, and do not detach them')
         for total, g in zip(self.total, loss_gradients(loss_hat, self.params, retain_graph)):
@@ -251,7 +251,7 @@ class GaussNewtonBartlett:
     def estimate(self, loss_scale=1.0, group=None):
         """Return ĥ as a list: None for frozen parameters, and for all if there were no predictions. `loss_scale` is the
         factor by which the added losses were multiplied (float16)."""
-        found, self.total = self.total, None  # another `add` is an error
+        found, self.total = self.total, None  # another `add` fails
         B = sum_over_ranks(found, float(self.predictions), group)
         if not B:
             return [None] * len(found)
@@ -276,10 +276,10 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
 
     Args:
         losses: mean loss of the mini-batch, or an iterable with the losses of equally large micro-batches. The graph
-            must be twice differentiable: no compiled module, no FSDP, attention under sdpa_kernel(SDPBackend.MATH). Not
-            so, mostly without an error: weight_norm, F.linear_cross_entropy with options, many custom kernels.
+            must be twice differentiable: no compiled module, no FSDP, attention under sdpa_kernel(SDPBackend.MATH).
+            weight_norm, F.linear_cross_entropy with options and many custom kernels fail mostly without an error.
         optimizer, group: as in `gauss_newton_bartlett`.
-        generator: source of u. With several ranks it is required, seeded alike on each.
+        generator: random generator for u. Several ranks need one that is seeded alike on all of them.
         rademacher: draw u from {−1, 1} (as AdaHessian does) instead of N(0, I).
     """
     if generator is None and world_size(group) > 1:
@@ -297,8 +297,8 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
 
 
 class Hutchinson:
-    """Algorithm 1 over micro-batches and ranks, with one u for the whole mini-batch. Makes one estimate. Arguments as
-    for `hutchinson`; Hessian-vector products come from double backward or `hessian_vector_product`."""
+    """Algorithm 1 over micro-batches and ranks, with one u for the mini-batch. An instance makes one estimate. For its
+    arguments see `hutchinson`. Hessian-vector products come from double backward or `hessian_vector_product`."""
 
     def __init__(self, optimizer, generator=None, rademacher=False):
         self.params = params_of(optimizer)
@@ -316,7 +316,7 @@ class Hutchinson:
         self.examples += examples
 
     def estimate(self, group=None):
-        """Return ĥ as a list, averaged over all examples; None as in `GaussNewtonBartlett.estimate`."""
+        """Return ĥ, averaged over all examples, as a list like `GaussNewtonBartlett.estimate`."""
         product, self.product = self.product, None
         n = sum_over_ranks(product, self.examples, group)
         return [hvp.div_(n).mul_(u) if hvp is not None and n else None for hvp, u in zip(product, self.u)]
@@ -348,8 +348,8 @@ def gradients(outputs, params, **options):
 
 
 def check_finite(nonfinite, what, tensors):
-    """Return whether all entries of `tensors` are finite, on all ranks that share their shards. FloatingPointError if
-    not, under nonfinite = 'raise'; 'ignore' does not look."""
+    """Return whether `tensors` are finite on all ranks that share their shards. If not, nonfinite = 'raise' raises
+    FloatingPointError; 'ignore' skips the check."""
     if nonfinite == 'ignore' or not tensors:
         return True
     shards = [t for t in local(tensors) if t.numel()]  # a rank may have none
@@ -363,7 +363,7 @@ def check_finite(nonfinite, what, tensors):
 
 
 def warn(message):
-    """Warn at the caller's line outside of this file and of PyTorch, whose schedulers and GradScaler call `step`."""
+    """Warn at the first caller outside of this file and of PyTorch, whose schedulers and GradScaler call `step`."""
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_code.co_filename.startswith((__file__, torch.__path__[0])):
         frame, level = frame.f_back, level + 1
@@ -375,7 +375,7 @@ def warn(message):
 
 
 def loss_gradients(loss, params, retain_graph):
-    """Return d loss / d params, None where there is none; sharded ones are summed over the ranks that share them."""
+    """Return d loss / d params, None for unused ones. Sharded ones are summed over the ranks that share them."""
     find = fsdp_gradients if any(map(is_dtensor, params)) else gradients
     found = find(loss, params, retain_graph=retain_graph)
     if all(g is None for g in found):
@@ -385,7 +385,7 @@ def loss_gradients(loss, params, retain_graph):
 
 
 def fsdp_gradients(loss, params, retain_graph):
-    """Return gradients as shards. Only FSDP's own backward reduces them: into .grad, as a mean over the ranks. So the
+    """Return gradients as shards. Only FSDP's own backward reduces them, into .grad, as a mean over the ranks. So the
     loss is multiplied by the number of ranks, and .grad is set aside and restored."""
     for *outer, inner in [p.placements for p in params if is_dtensor(p)]:
         if not (inner.is_shard() and all(placement.is_replicate() for placement in outer)):
@@ -407,7 +407,7 @@ def fsdp_gradients(loss, params, retain_graph):
 
 
 def is_dtensor(tensor):
-    return hasattr(tensor, 'placements')  # to import the class costs half a second
+    return hasattr(tensor, 'placements')  # importing the class takes half a second
 
 
 def local(tensors):
@@ -416,7 +416,7 @@ def local(tensors):
 
 
 def sum_over_shards(count, tensors):
-    """Sum `count`, a tensor, in place over the ranks that share the shards of `tensors`."""
+    """Sum the tensor `count` in place over the ranks that share the shards of `tensors`."""
     for mesh in dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t)):
         for group in mesh.get_all_groups():
             dist.all_reduce(count, group=group)
@@ -428,8 +428,8 @@ def world_size(group=None):
 
 
 def sum_over_ranks(tensors, count, group=None):
-    """Sum `tensors` (in place) and the number `count` over the ranks of `group`; return the sum of `count`. DTensors
-    stay as they are, because FSDP's backward has summed them."""
+    """Sum `tensors` (in place) and the number `count` over the ranks of `group`. Return the sum of `count`. DTensors
+    are skipped, because FSDP's backward has summed them."""
     if world_size(group) < 2:
         return count
     tensors = [t for t in tensors if t is not None]
@@ -440,7 +440,7 @@ def sum_over_ranks(tensors, count, group=None):
 
 
 def check_seeds(device, group=None):
-    """Raise ValueError if two ranks have the same seed: they would sample the same labels, and ĥ would be too large."""
+    """Raise ValueError if two ranks have the same seed, because equal labels would make ĥ too large."""
     if world_size(group) > 1:
         seed = getattr(torch.get_device_module(device), 'initial_seed', torch.initial_seed)()
         seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(world_size(group))]

@@ -4,7 +4,7 @@ Edit any of these here; the model, the loss, the estimates and the optimizers ha
   python train.py config/quickstart.py                                   one process
   python train.py --model_size=125M --optimizer_name=sophiag             the paper's run, on one device
   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_small_sophiag.py
-  python train.py config/quickstart.py --show_config=True                every setting and where its value is from
+  python train.py config/quickstart.py --show_config=True                every setting and its source
 
 Config files apply in the order given, then flags --key=value.
 """
@@ -41,10 +41,10 @@ from runtime.speed import Speed
 SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py, which also works here, has no such table
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Settings. `setting(value)` has that default; `setting(type)` has none, and `derive` fills it in. Roles count when runs
-# are resumed or compared. 'model' (a field of GPTConfig), 'protocol' and the fingerprint of 'data' must agree; 'tuned',
-# the default role, and 'horizon' may differ; runs are averaged over 'chance'; 'eval' and 'run' do not change what a run
-# computes. 'horizon' may also change at a resume, before the learning rate decays.
+# Settings. `setting(value)` has that default; `setting(type)` has none, and `derive` fills it in. Roles matter when a
+# run is resumed or compared. 'model' (a field of GPTConfig), 'protocol' and the fingerprint of 'data' must agree.
+# 'tuned', the default role, and 'horizon' may differ. Runs are averaged over 'chance'. 'eval' and 'run' do not affect
+# training. 'horizon' may also change at a resume, before the learning rate decays.
 
 # output
 out_dir = setting('out', role='run')  # where checkpoints, metrics.jsonl and config.json go
@@ -63,8 +63,8 @@ skip_nonfinite = setting(0, at_least=0, role='chance')  # iterations in a row to
 show_config = setting(False, role='run')  # print every setting with its source, and exit
 # wandb logging, optional
 wandb_log = setting(False, role='run')  # mirror the metrics to Weights & Biases
-wandb_project = setting('sophia', role='run')  # its project
-wandb_run_name = setting('', role='run')  # its run name; empty = out_dir
+wandb_project = setting('sophia', role='run')  # W&B project
+wandb_run_name = setting('', role='run')  # W&B run name; empty = out_dir
 # data
 dataset = setting('openwebtext', role='data')  # a directory under data/, or a path; A:0.7,B:0.3 is a mixture
 total_batch_size = setting(480, at_least=1, role='protocol')  # sequences per iteration, over all devices
@@ -72,7 +72,7 @@ batch_size = setting(15, at_least=1, role='run')  # sequences per micro-batch of
 gradient_accumulation_steps = setting(0, at_least=0, role='run')  # micro-batches per device and iteration; 0 = derived
 block_size = setting(1024, at_least=1, role='model')  # tokens per sequence
 # model
-model_size = setting('125M', choices=SIZES)  # row of the tables of sizes and peak learning rates
+model_size = setting('125M', choices=SIZES)  # key in the tables of sizes and peak learning rates
 n_layer = setting(int, at_least=1, role='model')  # blocks
 n_head = setting(int, at_least=1, role='model')  # attention heads per block
 n_embd = setting(int, at_least=1, role='model')  # width
@@ -80,8 +80,8 @@ dropout = setting(0.0, at_least=0, below=1, role='model')  # dropout probability
 bias = setting(False, role='model')  # biases in linear layers and norms
 scale_attn_by_inverse_layer_idx = setting(bool, role='model')  # divide attention logits by layer index + 1
 # optimizer
-optimizer_name = 'adamw'  # a row of the table in optimizers.py, or LIBRARY:CLASS (torch:NAdam, …)
-optimizer_args = ''  # more arguments of a library's optimizer, 'nesterov=True, momentum=0.9'
+optimizer_name = 'adamw'  # a name in optimizers.py's table, or LIBRARY:CLASS (torch:NAdam, …)
+optimizer_args = ''  # extra arguments for a library's optimizer, such as 'nesterov=True, momentum=0.9'
 learning_rate = setting(float, at_least=0)  # peak learning rate
 weight_decay = setting(float, at_least=0)  # decoupled, on matrices only
 beta1 = setting(float, at_least=0, below=1)  # EMA of the gradient
@@ -89,7 +89,7 @@ beta2 = setting(float, at_least=0, below=1)  # EMA of the second moment, Hessian
 eps = setting(float, at_least=0)  # lower bound of the denominator (Sophia), or added to it (AdamW, …)
 gamma = setting(float, at_least=0)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
 hessian_interval = setting(int, at_least=0)  # k, iterations between Hessian estimates
-hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch, over all devices, in an estimate
+hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch that an estimate uses, over all devices
 hessian_parts = setting(int, at_least=0)  # number of parts that are squared separately; 1 = Algorithm 2
 hessian_clip = setting(float, at_least=0)  # clip ĝ at this norm before it is squared; 0 = off, official script: 1
 grad_clip = setting(1.0, at_least=0, role='protocol')  # clip gradients at this norm; 0 = off
@@ -99,17 +99,17 @@ schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'), ro
 decay_lr = setting(True, role='protocol')  # warm-up and schedule; False = learning_rate throughout
 warmup_iters = setting(2000, at_least=0)  # linear warm-up
 lr_decay_iters = setting(int, at_least=0, role='horizon')  # iteration at which the decay ends
-cooldown_iters = setting(int, at_least=0, role='horizon')  # length of the decay to lr_decay_iters; 0 = from the warm-up
+cooldown_iters = setting(int, at_least=0, role='horizon')  # iterations of decay; 0 = all after the warm-up
 min_lr = setting(float, at_least=0)  # final learning rate
-min_lr_ratio = setting(0.05, at_least=0)  # final / peak learning rate, where min_lr is not given
+min_lr_ratio = setting(0.05, at_least=0)  # final / peak learning rate, if min_lr is not given
 # system
 parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'), role='run')  # fsdp: shards; hsdp: shards within each machine
-activation_checkpointing = setting(False, role='run')  # keep each block's input only, and compute the rest again
+activation_checkpointing = setting(False, role='run')  # store only each block's input, and recompute the rest
 backend = setting(str, choices=('nccl', 'gloo'), role='run')  # backend of torch.distributed
 device = setting(str, role='run')  # cuda, cuda:1, cpu or mps
-dtype = setting(str, choices=tuple(devices.DTYPES), role='protocol')  # of matmuls; float32 is without TF32
+dtype = setting(str, choices=tuple(devices.DTYPES), role='protocol')  # precision of matmuls; float32 disables TF32
 compile = setting(bool, role='run')  # torch.compile the model
-seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # of weights, data order, sampled labels, dropout
+seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # for weights, data, sampled labels, dropout
 
 # All settings above: names in capitals are constants.
 DEFAULTS = {key: value for key, value in globals().items() if isinstance(value, configurator.Setting) or (
@@ -117,14 +117,14 @@ DEFAULTS = {key: value for key, value in globals().items() if isinstance(value, 
 
 
 def resolve(argv, world_size=None):
-    """Return the `Config` of `python train.py ARGV…` on `world_size` ranks, by default as many as torchrun started."""
+    """Return the `Config` of `python train.py ARGV…` on `world_size` ranks, by default torchrun's number."""
     c = configurator.configure(DEFAULTS, argv, __file__)
     derive(c, world_size or ranks_from_environment()[2])
     return c
 
 
 def derive(c, ranks):
-    """Set the settings that neither a config file nor a flag has set. SystemExit when some do not go together."""
+    """Set the settings that neither a config file nor a flag has set. Exit if settings conflict."""
     if finetunes(c) and c.init_from not in HUB_MODELS:
         c.require('init_from', Path(c.init_from).is_dir() or checkpoint.exists(c.init_from),
                   f'scratch, resume, {", ".join(HUB_MODELS)}, a Hugging Face folder, an out_dir, or a checkpoint')
@@ -174,9 +174,9 @@ def derive(c, ranks):
 def learning_rate_at(c, iteration):
     """Return the learning rate of an iteration.
 
-    A linear warm-up to the peak; the peak until cooldown_iters are left, if these are set ('wsd': the last fifth); then
-    a decay to min_lr, which ends at lr_decay_iters: half a cosine, or a line. 'constant' keeps the peak. Without
-    decay_lr there is not even a warm-up, as in nanoGPT.
+    It rises linearly in the warm-up, and stays at the peak until cooldown_iters are left, if these are set ('wsd': a
+    fifth of the run). Then it decays to min_lr at lr_decay_iters, as half a cosine or linearly. 'constant' keeps the
+    peak. Without decay_lr there is no warm-up either, as in nanoGPT.
     """
     if not c.decay_lr:
         return c.learning_rate
@@ -196,13 +196,13 @@ def learning_rate_at(c, iteration):
 
 @dataclass(slots=True)
 class TrainState:
-    """The progress of a run; saved and restored as a whole. Plain numbers and lists only: tensors belong in the
-    model's buffers or the optimizer's state."""
+    """The progress of a run, saved and restored as a whole. It holds only plain numbers and lists. Tensors belong in
+    the model's buffers or the optimizer's state."""
     iter: int = 0  # iterations made, including skipped ones
     tokens: int = 0
-    seconds: float = 0.0  # spent in iterations
+    seconds: float = 0.0  # time spent in iterations
     clipped: int = 0  # iterations whose gradient was clipped
-    skipped_in_a_row: int = 0  # latest iterations whose loss or gradient was not finite
+    skipped_in_a_row: int = 0  # latest consecutive iterations without an update
     best_val_loss: float = float('inf')
     last_eval_iter: int = -1
     lowest_hessian_norm: float = float('inf')  # for guards.warn_of_runaway
@@ -210,12 +210,12 @@ class TrainState:
 
 @dataclass(slots=True)
 class Run:
-    """The objects of a run. Checkpoints hold only `state` and the tensors of `raw_model` and `optimizer`, so all that
-    an iteration leaves for later ones belongs there."""
+    """The objects of a run. Checkpoints hold only `state` and the tensors of `raw_model` and `optimizer`, so later
+    iterations may depend on earlier ones only through these."""
     config: configurator.Config
     world: World
     raw_model: GPT  # neither compiled nor replicated
-    model: Any  # what training calls: `Losses` of raw_model, perhaps compiled and replicated
+    model: Any  # `Losses` of raw_model, perhaps compiled and replicated; training calls it
     optimizer: torch.optim.Optimizer
     hessian: StepHook
     scaler: torch.amp.GradScaler
@@ -226,14 +226,14 @@ class Run:
     val_data: dict = field(default_factory=dict)
     log: Any = None
     stops: Any = None
-    rest: Any = None  # lifecycle.run.Rest: for saving, and for the check of the first update
+    rest: Any = None  # lifecycle.run.Rest, for saving and for checking the first update
 
 
 def make_model(c, origin, data):
     """Return a GPT with random weights or the pretrained ones of init_from, and its `model_args`. When resuming,
-    `origin` overwrites the weights later; tensors that checkpoints lack keep the values that they get here.
+    `origin` overwrites the weights later. Tensors that are not in the checkpoint keep their values from here.
 
-    SystemExit when pretrained weights do not fit the settings or the training `data`.
+    Exits if pretrained weights do not fit the settings or the training `data`.
     """
     seed_all(origin.seed)
     if finetunes(c) and not origin.path:
@@ -263,7 +263,7 @@ def set_up(c, world, model):
 
 
 def make_optimizer(c, model):
-    """Build the optimizer of the settings `c` for the parameters of `model`."""
+    """Build the optimizer that the settings `c` describe, for the parameters of `model`."""
     settings = {key: getattr(c, key) for key in optimizers.row(c.optimizer_name).settings}
     groups = optimizers.parameter_groups(model, settings.get('weight_decay'))
     return optimizers.build_optimizer(c.optimizer_name, groups, lr=c.learning_rate, compile=c.compile, **settings)
@@ -325,7 +325,7 @@ def train_step(run, sequences, iter_num):
     micro_batches = hessian.split(len(sequences), c.batch_size)  # sizes may differ when an estimate is due
     positions, total = sequences[:, 1:].numel(), world.zeros(2)  # total: summed loss, number of predictions
     for micro_step, rows in enumerate(micro_batches):
-        # Copies, because GPT.forward may change them in place, and nanoGPT's takes views of them.
+        # Clones, because GPT.forward may change them in place, and nanoGPT's calls `view` on them.
         X, Y = sequences[rows, :-1].clone(), sequences[rows, 1:].clone()
         world.set_gradient_sync(micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
@@ -335,7 +335,7 @@ def train_step(run, sequences, iter_num):
             _, loss, *loss_hat = run.model(X, Y, **hessian.labels(X, Y, rows))
         if loss_hat:
             hessian.add(*loss_hat)  # a second backward pass through the same forward
-        count = (Y >= 0).sum()  # after the forward, which may have masked some
+        count = (Y >= 0).sum()  # counted after the forward, which may mask some
         total += torch.stack([loss.detach() * count, count])
         scaler.scale(loss * (count / positions)).backward()  # sums over the predictions, so micro-batches add up
     world.check_reduced()
@@ -343,10 +343,10 @@ def train_step(run, sequences, iter_num):
     seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # from here on random numbers are the same on every rank
     scaler.unscale_(run.optimizer)
     loss, predictions = world.sum(total)
-    # Each rank has divided its sum by its positions, and DDP has averaged the ranks: make it a mean over predictions.
+    # Each rank has divided its sum by its positions, and DDP has averaged over ranks. Divide by predictions instead.
     optim.scale_gradients(run.params, positions * world.size / predictions)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
-    mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only device sync but a scaler's
+    mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only sync but GradScaler's
 
     problem = not_finite(loss=mean_loss, gradient=grad_norm)
     if estimating and not problem:
@@ -364,19 +364,19 @@ def train_step(run, sequences, iter_num):
 
 @torch.no_grad()
 def evaluate(run, data):
-    """Return (mean cross-entropy, mean training loss) over the validation set `data`, each rank its share. Stops early
-    when a rank was asked to stop."""
+    """Return (mean cross-entropy, mean training loss) over the validation set `data`. Each rank evaluates its share.
+    Stops early if a rank was asked to stop."""
     c, world = run.config, run.world
     total = world.zeros(4)  # sum and count of val/loss, sum and count of the training loss
     batches = ValidationLoader(data, c.eval_sequences, c.batch_size, c.block_size, world.rank, world.size,
                                world.device, one_shape=c.compile)
-    # A progress bar where it takes longer than five seconds, on a terminal
+    # On a terminal, a progress bar appears after five seconds.
     for X, Y in tqdm(batches, 'evaluating', leave=False, delay=5, disable=None if world.is_master else True):
         run.stops.exchange()
         if run.stops.stopping:
             break
         with run.autocast:
-            targets = Y.clone()  # in which GPT.forward may mask what the training loss leaves out
+            targets = Y.clone()  # a copy, because GPT.forward may mask targets in place
             logits, training_loss = run.model(X, targets)
             val_loss = run.cross_entropy(logits, Y).sum()
         count = (targets >= 0).sum()
@@ -392,7 +392,7 @@ def evaluate_and_save(run):
     """Log the validation loss, and save unless only the best checkpoints are wanted. A run that is asked to stop
     meanwhile does neither; it evaluates again when it resumes."""
     c, state = run.config, run.state
-    seed_all(keyed_seed(c.seed, LOOP, 0))  # for random choices of an experiment, the same in each evaluation
+    seed_all(keyed_seed(c.seed, LOOP, 0))  # an experiment's random choices are the same in each evaluation
     with optim.evaluating(run.optimizer), evaluation_mode(run.raw_model):
         losses = {name: evaluate(run, data) for name, data in run.val_data.items()}
     if run.stops.stopping:
@@ -417,7 +417,7 @@ def evaluate_and_save(run):
         before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
         save(run, best)
         if not run.rest.saved:
-            state.best_val_loss = before  # the lowest loss of a saved checkpoint
+            state.best_val_loss = before  # this is the lowest loss of a saved checkpoint
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def evaluate_and_save(run):
 
 
 def main(argv):
-    """Train as the config files and flags `argv` say."""
+    """Train with the config files and flags in `argv`."""
     with one_message():
         c = resolve(argv)
     if c.show_config:
@@ -436,7 +436,7 @@ def main(argv):
 
 @undo_at_end()
 def train(c):
-    """Train as the `Config` says."""
+    """Train with the settings `c`."""
     run, loader = begin(c)
     world, state, stops = run.world, run.state, run.stops
     speed = Speed(flops_per_token(run.raw_model), world)
@@ -449,7 +449,7 @@ def train(c):
         lr = learning_rate_at(c, state.iter)
         optim.set_learning_rate(run.optimizer, lr)
 
-        # Once in a while, and at the end: evaluate on the validation set, and save.
+        # Evaluate on the validation set and save, every eval_interval iterations and at the end.
         last = state.iter >= c.max_iters
         if (last or state.iter % c.eval_interval == 0) and state.last_eval_iter != state.iter:
             evaluate_and_save(run)
@@ -457,13 +457,13 @@ def train(c):
             break
 
         started = time.perf_counter()
-        seed_all(keyed_seed(c.seed, LOOP, state.iter))  # for random choices of an experiment, such as a length
+        seed_all(keyed_seed(c.seed, LOOP, state.iter))  # for an experiment's random choices, such as a length
         sequences = next(loader)
         step = train_step(run, sequences, state.iter)
         check_step(run, step)
         logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
         if logs or world.size > 1:
-            devices.synchronize(world.device)  # what follows would wait for the update, and is not timed
+            devices.synchronize(world.device)  # otherwise a later, untimed call would wait for the update
         seconds = time.perf_counter() - started
         speed.add(seconds, step.tokens, step.estimated)
         if logs:

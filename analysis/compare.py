@@ -1,4 +1,4 @@
-"""Comparing runs: whether they are comparable, the best settings tried at each horizon, differences and their tests."""
+"""Comparison of runs: checks that they are comparable, the best settings at each horizon, differences and tests."""
 
 import math
 import sys
@@ -15,17 +15,17 @@ def add_tuned(parser):
                         help='settings of the protocol that were tuned, so that they may differ, such as warmup_iters')
 
 
-def side_of(run, by='optimizer_name'):
-    """Return the side that a run is on: its value of the setting `by`, or for 'out_dir' the path it was found in."""
+def method_of(run, by='optimizer_name'):
+    """Return the method of a run: its value of the setting `by`, or for 'out_dir' the path it was found in."""
     return run.found_in if by == 'out_dir' else run.config[by]
 
 
 def check_comparable(runs, free=(), by='optimizer_name'):
-    """SystemExit unless all runs have the same data, validation sequences and protocol; settings in `free` may differ.
+    """Exit unless all runs have the same data, validation sequences and protocol. Settings in `free` may differ.
 
     The protocol is every setting with the role 'model' or 'protocol', the ratio of final to peak learning rate, warm-up
-    and cooldown (the same iterations, or the same share of the run), the optimizer unless that is compared (`by`), and
-    β1 among the runs of one side.
+    and cooldown (in iterations, or as a share of the run), the optimizer unless `by` compares optimizers, and β1 within
+    a method.
     """
     keys = {key for run in runs for key in run.having('model', 'protocol')} | {'optimizer_name'}
     keys |= {key for key in ('warmup_iters', 'cooldown_iters')
@@ -46,10 +46,10 @@ def check_comparable(runs, free=(), by='optimizer_name'):
                 + ', '.join(f'{key} is {expected[key]} in one and {found[key]} in the other' for key in differing)
                 + (f'; leave one out, or give --tuned {" ".join(named)} if tuned' if named else ''))
 
-    first_of_side = {}
+    first_of_method = {}
     for run in runs:
         check(runs[0], run, settings)
-        check(first_of_side.setdefault(side_of(run, by), run), run, lambda run: {'beta1': run.config.get('beta1')})
+        check(first_of_method.setdefault(method_of(run, by), run), run, lambda run: {'beta1': run.config.get('beta1')})
 
 
 def same_share(key, one, two):
@@ -58,9 +58,9 @@ def same_share(key, one, two):
 
 
 def finished_runs(runs, free=()):
-    """Return the `runs` that trained with one schedule to its end; print which are left out, and why.
+    """Return the `runs` that trained with one schedule to its end. Print a reason for each run that is left out.
 
-    Settings with which another run diverged are left out. SystemExit without runs, or if they cannot be compared.
+    Settings with which another run diverged are left out. Exit without runs, or if they cannot be compared.
     """
     kept = []
     lost = {hyperparameters(run) for run in runs if run.diverged and run.is_trial}
@@ -80,12 +80,12 @@ def finished_runs(runs, free=()):
 
 @dataclass
 class Tuned:
-    """A side of a comparison at one horizon T.
+    """A method at one horizon T.
 
-    best: the runs of the best hyperparameters, one for each seed. tried: such a list for all hyperparameters tried.
-    trials: their losses; for those that diverged with a seed, the loss at the start or else the highest of the others.
+    best: the runs with the best hyperparameters, one per seed. tried: such a list for each combination tried.
+    trials: their losses. One that diverged counts with its loss at the start, or else the highest loss of the others.
     """
-    side: str
+    method: str
     T: int
     best: list
     tried: list
@@ -100,15 +100,15 @@ class Tuned:
         return mean_final_loss(self.best)[0]
 
     def row(self, column):
-        """Return the row of the table of best settings; `column` has the side."""
+        """Return a row of the table of best settings. `column`: header of the column of methods."""
         mean, sd = mean_final_loss(self.best)
-        return {column: self.side, 'T': self.T, 'val/loss': mean, 'sd': sd, 'seeds': len(self.best),
+        return {column: self.method, 'T': self.T, 'val/loss': mean, 'sd': sd, 'seeds': len(self.best),
                 'trials': len(self.trials), 'diverged': sum(group[0].diverged for group in self.tried),
                 'learning_rate': self.best[0].learning_rate, 'run': str(self.best[0].out_dir)}
 
 
-def tuned_at_each_T(side, runs):
-    """Return {T: `Tuned`} of the `runs` of a side, where it has a finished one. Hyperparameters that diverged with a
+def tuned_at_each_T(method, runs):
+    """Return {T: `Tuned`} of a method's `runs`, for each T with a finished run. Hyperparameters that diverged with any
     seed are never the best."""
     found = {}
     # Diverged runs come first, because by_seed keeps the first of several runs with the same settings and seed.
@@ -119,13 +119,13 @@ def tuned_at_each_T(side, runs):
         if groups:
             highest = max(loss for group in groups for loss in finite_losses(group))
             trials = losses_of_shared_seeds(groups) + [next(iter(finite_losses(group)), highest) for group in lost]
-            found[T] = Tuned(side, T, best_of(groups), groups + lost, trials)
+            found[T] = Tuned(method, T, best_of(groups), groups + lost, trials)
     return found
 
 
 def best_of(groups):
-    """Return the group of seeds with the lowest mean loss among those with the most seeds; one with fewer if it is
-    lower both in the mean over its own seeds and over the seeds that the two share: a lucky run is not enough."""
+    """Return the group of seeds with the lowest mean loss among those with the most seeds. A group with fewer wins if
+    its mean is lower both over its own seeds and over the shared seeds, so that one lucky run is not enough."""
     best, *others = sorted(groups, key=lambda group: (-len(group), mean_final_loss(group)[0]))
     for group in others:
         if len(group) < len(best) and shared_seeds([group, best]):
@@ -145,13 +145,13 @@ def shared_seeds(groups):
 
 
 def losses_of_shared_seeds(groups):
-    """Return the mean loss of each group over the seeds that all groups have; over its own where there are none."""
+    """Return the mean loss of each group over the seeds that all groups share, or over its own if they share none."""
     shared = shared_seeds(groups)
     return [mean_final_loss([run for run in group if seed_of(run) in shared] or group)[0] for group in groups]
 
 
 def same_horizon(candidate, baseline):
-    """Return the row of the table that compares two `Tuned` at one T."""
+    """Return the row of the same-T table for two `Tuned`."""
     n = min(len(candidate.trials), len(baseline.trials))
     return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean,
             **difference(candidate.losses, baseline.losses, cautious=True),
@@ -162,24 +162,24 @@ def same_horizon(candidate, baseline):
 
 
 def efficiency_at(candidate, baseline):
-    """Return the row of the table of data efficiency at one T, by linear interpolation in log T between the baseline's
-    horizons; None outside of their losses."""
+    """Return the row of the data-efficiency table at one T, by linear interpolation in log T between the baseline's
+    horizons, or None outside of their losses."""
     Ts = sorted(baseline)
     for shorter, longer in zip(Ts, Ts[1:]):
         above, below = baseline[shorter].mean, baseline[longer].mean
         if above >= candidate.mean >= below and above > below:
             steps = shorter * (longer / shorter) ** ((above - candidate.mean) / (above - below))
-            one, two = (side.best[0].flops_per_iteration() for side in (baseline[shorter], candidate))
+            one, two = (tuned.best[0].flops_per_iteration() for tuned in (baseline[shorter], candidate))
             return {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': steps,
                     'ratio steps': steps / candidate.T,
                     'ratio FLOPs': steps / candidate.T * one / two if one and two else None}
     return None
 
 
-def weaknesses(side):
-    """Return sentences on what makes the best of a `Tuned` doubtful."""
-    who, found = f'{side.side}, T = {side.T}', []
-    best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
+def weaknesses(tuned):
+    """Return reasons to doubt the best settings of a `Tuned`, as sentences."""
+    who, found = f'{tuned.method}, T = {tuned.T}', []
+    best, *tried = (dict(hyperparameters(group[0])) for group in (tuned.best, *tuned.tried))
     for key in [key for key in best if type(best[key]) in (int, float)]:
         name, fixed = label_of(key), best.keys() - {key, 'min_lr'}
         values = sorted({one[key] for one in tried if type(one.get(key)) in (int, float)
@@ -190,7 +190,7 @@ def weaknesses(side):
         elif len(values) == 1 and key == 'learning_rate':
             found.append(f'{who}: one learning rate only'
                          + (' with the other settings of the best' if len(tried) > 1 else ', so nothing was tuned'))
-    most = max(len(group) for group in side.tried if not group[0].diverged)
-    if len(side.best) < most:
-        found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({most})')
+    most = max(len(group) for group in tuned.tried if not group[0].diverged)
+    if len(tuned.best) < most:
+        found.append(f'{who}: the best has fewer seeds ({len(tuned.best)}) than another setting ({most})')
     return found

@@ -1,4 +1,4 @@
-"""Figures and tables: drawn, labelled, printed, and written with the command and commit that made them."""
+"""Figures and tables: style, labels, printing, and files that record their command and commit."""
 
 import csv
 import math
@@ -13,7 +13,7 @@ from runtime.arguments import argument_parser
 
 RECORDS = Path(__file__).resolve().parents[1] / 'records'
 
-# The values of --x → the labels of the x-axis
+# Value of --x → label of the x-axis
 AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds of training', 'flops': 'training FLOPs'}
 
 # The last three are controls of studies in records/.
@@ -28,7 +28,7 @@ SETTING_LABELS = dict(learning_rate='learning rate', weight_decay='weight decay'
                       warmup_iters='warm-up', total_batch_size='sequences per step', block_size='tokens per sequence',
                       n_layer='layers', scale_attn_by_inverse_layer_idx='attention scaling')
 
-# The optimizers that have the same color in all pictures: C0, C1, …
+# Optimizers with the same color in all pictures: C0, C1, …
 COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'signum', 'gnb_mean', 'ef_clip', 'sophiag_fresh']
 
 
@@ -43,7 +43,7 @@ def optimizer_label(name):
 
 def figure(columns=1, width=5.0, height=3.7):
     """Return (figure, list of axes): a matplotlib figure of `columns` panels side by side."""
-    # Matplotlib cannot be imported with a notebook's backend, which its !commands inherit, where that is not installed.
+    # A notebook's !commands inherit its backend, and Matplotlib cannot be imported if that is not installed.
     os.environ['MPLBACKEND'] = 'agg'
     from matplotlib.figure import Figure
     fig = Figure(figsize=(width * columns, height), layout='constrained')
@@ -55,7 +55,7 @@ def figure(columns=1, width=5.0, height=3.7):
 
 
 def styles(names):
-    """Return options of ax.plot for lines of the optimizers `names`: each one's color if no two are the same."""
+    """Return ax.plot's options for lines of the optimizers `names`, with their own colors if all names differ."""
     if len(set(names)) == len(names) and set(names) <= set(COLORED):
         return [dict(color=f'C{COLORED.index(name)}') for name in names]
     if len(names) <= 10:
@@ -65,7 +65,7 @@ def styles(names):
 
 
 def legend(fig, ax):
-    """Put the labels of `ax` into a legend right of the panels, in as many columns as the figure's height needs."""
+    """Put the labels of `ax` into a legend right of the panels, with enough columns to fit the figure's height."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
         rows = max(1, int(fig.get_figheight() * 5))
@@ -74,13 +74,13 @@ def legend(fig, ax):
 
 
 def set_title(fig, text):
-    """Put a title over the whole figure, in as many lines as its width needs."""
+    """Put a title over the whole figure, wrapped to its width."""
     fig.suptitle(textwrap.fill(text, int(fig.get_figwidth() * 12)), fontsize=10)
 
 
 def save(output, fig, rows, **data):
-    """Write the figure as `output`, a PNG whose text chunks Command and Commit say what drew it, and its numbers beside
-    it: `rows`, a list of dicts, as .csv, and `data`, if any, as .json."""
+    """Write the figure as a PNG with its command and commit in text chunks. Write its numbers next to it: `rows`, a
+    list of dicts, as .csv, and `data`, if any, as .json."""
     made_by = dict(Command=shlex.join(sys.argv), Commit=files.git_commit() or 'unknown')
     with files.atomic_write(output) as f:
         fig.savefig(f, dpi=150, format='png', metadata=made_by)
@@ -93,8 +93,8 @@ def save(output, fig, rows, **data):
 
 
 def argparser(doc, output, numbers='.csv', of_runs=False):
-    """Return an ArgumentParser for a script that draws, with --output; `of_runs`: also with OUT_DIR and --title, for
-    `parse`."""
+    """Return an ArgumentParser with --output for a script that draws. With `of_runs` it also has OUT_DIR and --title,
+    which `parse` reads."""
     parser = argument_parser(doc)
     parser.add_argument('--output', default=None if of_runs else f'out/{output}', type=png_path, metavar='FILE.png',
                         help=f'the picture; its numbers go next to it as {numbers} (default: '
@@ -102,14 +102,14 @@ def argparser(doc, output, numbers='.csv', of_runs=False):
     if of_runs:
         parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
                             help='a run, a directory of runs, or a CSV file (docs/verdict.md)')
-        parser.add_argument('--title', default='', help='of the picture')
+        parser.add_argument('--title', default='', help='title of the picture')
         parser.set_defaults(name=output)
     return parser
 
 
 def parse(parser, argv):
-    """Return the arguments of an `argparser` of runs. By default the picture goes into the run's directory, into the
-    one that holds several runs or their file, or for runs in records/, whose pictures are committed, into out/."""
+    """Parse the arguments of an `argparser` with `of_runs`. By default the picture goes into the run's directory, or
+    into the parent of several runs or of a file. If that is in records/, it goes into out/ instead."""
     args = parser.parse_args(argv)
     folder = Path(args.out_dirs[0])
     if len(args.out_dirs) > 1 and (folder / 'config.json').is_file():
@@ -127,7 +127,7 @@ def parse(parser, argv):
 
 
 def png_path(output):
-    """Return `output` as a Path, which must end in .png; make its folder."""
+    """Return `output` as a Path, which must end in .png, and make its folder."""
     output = files.local_path(str(output))
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go next to it as .csv or .json')
@@ -154,7 +154,7 @@ def cell(value):
 
 
 def write_csv(path, rows):
-    """Write `rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
+    """Write `rows`, a list of dicts, as a CSV file. A row's missing keys stay empty."""
     header = list(dict.fromkeys(key for row in rows for key in row))
     with files.atomic_write(path, 'w') as f:
         writer = csv.DictWriter(f, header, lineterminator='\n')

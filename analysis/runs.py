@@ -1,7 +1,7 @@
-"""Training runs: read from their out_dirs, from a runs.jsonl in records/ or from a CSV file; grouped over seeds.
+"""Training runs: read from their out_dirs, from a runs.jsonl in records/ or from a CSV file, and grouped over seeds.
 
-train.py writes the roles of its settings into config.json, so each run is judged by the train.py that made it, also a
-fork's, and a picture takes neither PyTorch nor the source of train.py.
+train.py writes the roles of its settings into config.json. So each run is judged by the train.py that made it, even a
+fork's, and plotting needs neither PyTorch nor train.py.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from analysis.figures import label_of, optimizer_label
 from runtime.files import FAILED, differing_files
 
-# The roles of a CSV file's columns, as train.py declares them; any other must agree in runs that are compared.
+# Roles of a CSV file's columns, as in train.py. All other columns must agree between compared runs.
 ROLES = {key: role for role, keys in {
     'tuned': 'optimizer_name optimizer_args learning_rate weight_decay beta1 beta2 eps gamma hessian_interval '
              'hessian_batch_size hessian_parts warmup_iters min_lr min_lr_ratio',
@@ -31,9 +31,9 @@ class RunRecord:
     """One training run, as its files describe it.
 
     out_dir: its directory, its name below the folder of runs.jsonl, or FILE.csv:LINE. about: the whole config.json.
-    lines: of metrics.jsonl. failed: why it diverged, or None. found_in: the path by which it was found. config: its
-    settings, key → value; max_iters is the iteration at which it was ended as finished, if it was. roles: of its
-    settings, without those that are tuned.
+    lines: the lines of metrics.jsonl. failed: why it diverged, or None. found_in: the path given by the user. config:
+    its settings, key → value; if the run was ended early as finished, max_iters is that iteration. roles: the roles of
+    its settings, except 'tuned'.
     """
     out_dir: Path
     about: dict
@@ -55,7 +55,7 @@ class RunRecord:
 
     @property
     def from_csv(self):
-        """Whether a CSV file is all that is known of the run."""
+        """Whether the run was read from a CSV file."""
         return 'unsaid' in self.about
 
     @property
@@ -63,11 +63,11 @@ class RunRecord:
         return optimizer_label(self.optimizer_name)
 
     def having(self, *roles):
-        """Return the run's settings with one of these roles, a dict."""
+        """Return the run's settings with one of these roles as a dict."""
         return {key: value for key, value in self.config.items() if self.roles.get(key, 'tuned') in roles}
 
     def series(self, key, x='steps'):
-        """Return the measured values of `key` as (xs, ys), two lists, without lists; x is a key of AXES."""
+        """Return the numbers measured for `key` as two lists (xs, ys). x: a key of AXES."""
         found = [line for line in self.lines if isinstance(line.get(key), (int, float))]
         column, factor = MEASURED[x], 1
         if x == 'flops' and not self.from_csv:
@@ -82,7 +82,7 @@ class RunRecord:
 
     @property
     def diverged(self):
-        """Whether training stopped because something was not finite, or the last loss is not."""
+        """Whether training stopped at a number that was not finite, or the last loss is not finite."""
         return self.failed is not None or not math.isfinite(self.last('val/loss') or 0)
 
     @property
@@ -92,7 +92,7 @@ class RunRecord:
 
     @property
     def changed(self):
-        """Which setting was changed at a resume, one clause, or None."""
+        """A clause that names the first setting that was changed at a resume, or None."""
         return next((f'{change["key"]} was changed from {change["from"]} to {change["to"]} at iteration '
                      f'{change["iter"]}' for change in self.about.get('changes', []) if change['key'] != 'code'), None)
 
@@ -104,13 +104,13 @@ class RunRecord:
 
     @property
     def rejected(self):
-        """Why the run cannot be compared with others, one clause, or None."""
+        """A clause that says why the run cannot be compared with others, or None."""
         if self.changed or self.diverged:
             return self.changed or 'it diverged'
         if not self.ended:
             done = max(self.series('val/loss')[0], default=0)
             return f'it has a validation loss at iteration {done} of {self.max_iters} only'
-        if self.decay_lr is False:  # None: a CSV file does not say
+        if self.decay_lr is False:  # not None, as in a CSV file
             return None
         if self.warmup_iters >= self.max_iters:
             return f'it ends within its warm-up of {self.warmup_iters} iterations'
@@ -120,24 +120,24 @@ class RunRecord:
 
     @property
     def is_trial(self):
-        """Whether the run is a trial of its settings: it can be compared, or it diverged with these from the start."""
+        """Whether the run counts as a trial of its settings, because it can be compared, or diverged with them."""
         return not self.rejected or self.diverged and not self.changed
 
     def final(self, key):
-        """Return the last value of `key`; math.inf if the run diverged, however low its losses had been before."""
+        """Return the last value of `key`, or math.inf if the run diverged, however low its losses were before."""
         return math.inf if self.diverged else self.last(key)
 
     @property
     def final_loss(self):
-        """The last validation loss; math.inf if the run diverged."""
+        """The last validation loss, or math.inf if the run diverged."""
         return self.final('val/loss')
 
     def flops_per_token(self):
-        """Return the mean FLOPs of a training token, Hessian estimates included; an optimizer's arithmetic is not."""
+        """Return the mean FLOPs per training token, with Hessian estimates but without the optimizer's arithmetic."""
         return self.about['flops_per_token'] + self.about['hessian_flops_per_token']
 
     def flops_per_iteration(self):
-        """Return the mean FLOPs of an iteration; None if a CSV file lacks them."""
+        """Return the mean FLOPs per iteration, or None if a CSV file lacks them."""
         last = self.lines[-1]
         if self.from_csv:
             return last['flops'] / last['iter'] if last.get('flops') and last['iter'] else None
@@ -158,8 +158,8 @@ def read_run(out_dir):
 
 
 def with_same_settings(runs):
-    """Give `runs` the same settings, and return them. One that a run lacks, because an edit has added it since, has the
-    default and the role that it has in another run, of the same optimizer where it is the optimizer's, or is None."""
+    """Give all `runs` the same settings, and return them. A run from before a setting was added gets its default and
+    role from another run (with the same optimizer, if it is the optimizer's setting), or None."""
     default, roles = dict.fromkeys(key for run in runs for key in run.config), {}
     own = {run.optimizer_name: {} for run in runs}
     for run in runs:
@@ -174,7 +174,7 @@ def with_same_settings(runs):
 
 
 def read_metrics(path):
-    """Return the lines of a metrics.jsonl, a list of dicts. The last line of an active run may be cut off."""
+    """Return the lines of a metrics.jsonl as a list of dicts. The last line of an active run may be cut off."""
     *whole, last = path.read_bytes().splitlines() or [b'']
     lines = [json.loads(text) for text in whole]
     with contextlib.suppress(ValueError):
@@ -194,27 +194,27 @@ def read_packed(path):
 
 
 def packed(run, name):
-    """Return the run as a line of runs.jsonl: name, why it failed, config.json, and the metrics by column, or null."""
+    """Format a run as a line of runs.jsonl: name, reason of failure, config.json, and metrics by column, or null."""
     columns = dict.fromkeys(key for line in run.lines for key in line)
     failed = {} if run.failed is None else {'failed': run.failed}
     return json.dumps(dict(run=str(name), **failed, config=run.about,
                            metrics={key: [line.get(key) for line in run.lines] for key in columns}))
 
 
-# Columns of a CSV file that are measured → their names in metrics.jsonl; all others say which run a row is of.
+# Measured columns of a CSV file → names in metrics.jsonl. All other columns identify the run.
 MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
 RENAMED = {'max_iters': 'horizon', 'lr': 'learning_rate'}
 REQUIRED = 'optimizer', 'seed', 'steps', 'loss'
-NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # or empty
+NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # numeric, or empty
 # Placeholders for settings without a column
 NOT_SAID = dict(learning_rate=None, decay_lr=None, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
                 lr_decay_iters=None)
-# An empty cell and NaN stand for a setting that an optimizer lacks; NaN does not equal itself, and would part seeds.
+# An empty cell or NaN means that the optimizer lacks the setting. NaN would separate seeds, because it equals nothing.
 WORDS = {'true': True, 'false': False, '': None, 'nan': None}
 
 
 def read_csv(path):
-    """Return the runs in a CSV file, as docs/verdict.md describes it. SystemExit where the file is not like that."""
+    """Return the runs in a CSV file, whose format docs/verdict.md describes. Exit if the format is wrong."""
     columns, rows = csv_rows(path)
     settings, found = [column for column in columns if column not in MEASURED], {}
     for where, row in rows:
@@ -231,8 +231,8 @@ def read_csv(path):
         values = tuple(WORDS.get(row[column].lower(), as_number(row[column])) for column in settings)
         first, of_run = found.setdefault(values, (where, {}))
         if line['iter'] in of_run:
-            raise SystemExit(f'{where}: the second row of a run for step {row["steps"]}; add a column for the setting '
-                             'that tells the two runs apart')
+            raise SystemExit(f'{where}: duplicate row for step {row["steps"]}; if these are two runs, add a column for '
+                             'the setting in which they differ')
         of_run[line['iter']] = line
     unsaid = f'{path} does not say whether model, data and validation set are the same'
     if missing := [column for column in ('horizon', 'learning_rate', 'flops') if column not in columns]:
@@ -252,7 +252,7 @@ def read_csv(path):
 
 
 def csv_rows(path):
-    """Return (columns, [(FILE:LINE, row as a dict)]) of a CSV file, whose cells commas, semicolons or tabs part."""
+    """Return (columns, [(FILE:LINE, row as a dict)]) of a CSV file with commas, semicolons or tabs."""
     with path.open(encoding='utf-8-sig', newline='') as f:
         header = f.readline()
         delimiter = max(',;\t', key=header.count)
@@ -275,7 +275,7 @@ def as_number(text):
 
 
 def find_runs(paths):
-    """Return the runs in `paths`, each in order of names. A path is
+    """Return the runs in `paths`, sorted by name within each path. A path is
 
     - a CSV file;
     - a directory of runs and of runs.jsonl, at any depth and through links; or
@@ -306,23 +306,23 @@ def find_runs(paths):
 
 
 def hyperparameters(run):
-    """Return a hashable key of all that a run's final loss depends on, except the seed."""
+    """Return a hashable key of everything that a run's final loss depends on, except the seed."""
     return tuple(sorted((measured_on(run) | run.having('tuned', 'model', 'protocol', 'horizon')).items()))
 
 
 def is_seed(key, role):
-    """Return whether a setting of this role is a part of the seed; skip_nonfinite draws nothing."""
+    """Return whether a setting with this role is part of the seed. skip_nonfinite is not, because it draws nothing."""
     return role == 'chance' and key != 'skip_nonfinite'
 
 
 def seed_of(run):
-    """Return all settings that are a part of the seed as a hashable key."""
+    """Return all settings that are part of the seed as a hashable key."""
     return tuple(sorted((key, value) for key, value in run.having('chance').items() if is_seed(key, 'chance')))
 
 
 def by_seed(runs, repeats=False):
-    """Group runs that differ in `seed_of` only, in order of first appearance. Of runs with the same one the first
-    counts; with `repeats`, each further one begins another group."""
+    """Group runs that differ only in `seed_of`, in order of first appearance. Only the first of several runs with the
+    same seed counts; with `repeats`, each further one begins another group."""
     groups, seen = {}, Counter()
     for run in runs:
         key, seed = hyperparameters(run), seed_of(run)
@@ -334,15 +334,15 @@ def by_seed(runs, repeats=False):
 
 
 def measured_on(run):
-    """Return the data that a run's loss is measured on, {name: value}; losses on other data cannot be compared."""
+    """Return {name: value} of the data that a run's loss is measured on. Losses on other data are not comparable."""
     others = run.having('eval')
-    others.pop('eval_iters', None)  # a way to set eval_sequences
+    others.pop('eval_iters', None)  # only sets eval_sequences
     return {'the data (fingerprint)': json.dumps(run.about.get('data')),
             'the number of validation sequences': others.pop('eval_sequences', 0) or 'all', **others}
 
 
 def notes_on(runs):
-    """Return sentences on why losses of `runs` may differ by more than settings and seeds: other data, other code."""
+    """Return notes on data and code, which may make losses of `runs` differ by more than settings and seeds do."""
     first, *others = map(measured_on, runs) if runs else [{}]
     notes = [f'the runs differ in {what}, so their losses cannot be compared' for what, value in first.items()
              if any(other.get(what) != value for other in others)]
@@ -359,14 +359,14 @@ def mean_final_loss(runs):
 
 
 def mean_and_sd(losses):
-    """Return (mean, standard deviation); the latter is None for one loss, or if one is infinite."""
+    """Return (mean, standard deviation). The latter is None for a single loss, or if a loss is infinite."""
     mean = statistics.mean(losses)
     return mean, statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
 
 
 def labels_of(groups):
-    """Return a label for each of the groups `by_seed`: the optimizer, and the settings in which its groups differ;
-    names of directories if these do not tell them apart."""
+    """Label each of the groups `by_seed` with the optimizer and the settings in which its groups differ, or with the
+    directory if two labels would be equal."""
     derived = {'optimizer_name', 'lr_decay_iters', 'min_lr'}
     labels = []
     for group in groups:
@@ -380,7 +380,7 @@ def labels_of(groups):
 
 
 def averaged(group, key, x='steps'):
-    """Return (xs, means, lows, highs) of the values of `key` over runs, at the iterations where all have one."""
+    """Return (xs, means, lows, highs) of `key` over a group's runs, at the iterations that they share."""
     curves = [dict(zip(run.series(key)[0], zip(*run.series(key, x)))) for run in group]  # {iteration: (x, y)}
     shared = [[curve[i] for curve in curves] for i in curves[0] if all(i in curve for curve in curves)]
     xs = [statistics.mean(x for x, _ in points) for points in shared]

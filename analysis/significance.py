@@ -7,19 +7,19 @@ from scipy import stats
 
 
 def expected_best(losses, n):
-    """Return the expected lowest of n of these losses, drawn without replacement: the result of n trials."""
+    """Return the expected minimum of n of these losses, drawn without replacement, as the result of n trials."""
     N = len(losses)
     return sum(loss * math.comb(N - 1 - i, n - 1) for i, loss in enumerate(sorted(losses))) / math.comb(N, n)
 
 
 def difference(one, two, cautious=False):
-    """Test by Welch's t whether mean(one) − mean(two) is more than noise, which may differ between the two.
+    """Test with Welch's t whether mean(one) − mean(two) is more than noise. Variances may differ.
 
-    cautious: with the degrees of freedom of the shorter list (Hsu's test), so that at most 5 % of equal sides have
-    p < 0.05 however unequal their noise. With Welch's estimate it is up to 6 % with three or four losses a side.
+    cautious: use the degrees of freedom of the shorter list (Hsu's test), so that at most 5 % of equal groups have
+    p < 0.05, however unequal their noise. With Welch's estimate up to 6 % do, with three or four losses per group.
 
     Returns a dict; plus_or_minus is half of the 95 % interval. Without noise, with an infinite loss, or with fewer than
-    three losses in a list (two if `cautious`) there is no test, and all but the difference are None.
+    three losses in a list (two if `cautious`) there is no test, and all values but the difference are None.
     """
     found = dict(difference=mean(one) - mean(two), standard_error=None, df=None, p=None, plus_or_minus=None)
     n = min(len(one), len(two))
@@ -34,8 +34,8 @@ def difference(one, two, cautious=False):
 
 
 def holm(ps):
-    """Return the p-values of several tests adjusted by Holm's correction, in the order given. None, of a `difference`
-    without a test, counts as 1."""
+    """Return the p-values of several tests, adjusted by Holm's correction, in the given order. None (not tested) counts
+    as 1."""
     ps = [1.0 if p is None else p for p in ps]
     order, adjusted, highest = sorted(range(len(ps)), key=ps.__getitem__), [0.0] * len(ps), 0.0
     for rank, i in enumerate(order):

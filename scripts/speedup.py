@@ -2,7 +2,7 @@
 
   python scripts/speedup.py out/sweep                                       every other optimizer against AdamW
   python scripts/speedup.py out/sweep --baseline adamw --candidate sophiag --k 2
-  python scripts/speedup.py losses.csv --baseline AdamW                     of runs that any program has made
+  python scripts/speedup.py losses.csv --baseline AdamW                     runs of any program
   python scripts/speedup.py out/sweep --by dropout                          values of a setting, not optimizers
   python scripts/speedup.py out/main out/fork --by out_dir                  directories: two models, or two versions
 
@@ -23,7 +23,7 @@ from analysis.significance import holm
 from runtime.arguments import at_least
 from runtime.files import one_line_errors
 
-# The columns printed of the table at the same T; the .json has all.
+# Columns of the same-T table that are printed; the .json has all.
 SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, Holm', 'seeds', 'seeds of baseline',
           'at equal trials', 'baseline at equal trials']
 PANELS = ['loss', 'difference']
@@ -33,31 +33,31 @@ PANELS = ['loss', 'difference']
 def main(argv=None):
     parser = figures.argparser(__doc__, 'speedup.png', '.csv and .json', of_runs=True)
     parser.add_argument('--by', default='optimizer_name', metavar='KEY',
-                        help='what is compared: a setting, or out_dir, the paths given (default: optimizer_name)')
+                        help='setting to compare, or out_dir for the given paths (default: optimizer_name)')
     parser.add_argument('--baseline', metavar='NAME',
                         help='O1 (default: adamw; with --by the lowest value, or the first path)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
     parser.add_argument('--k', type=at_least(1, Fraction), default=Fraction(2),
-                        help='the factor claimed, such as 2, 1.1 or 4/3 (default: 2)')
+                        help='the claimed factor, such as 2, 1.1 or 4/3 (default: 2)')
     compare.add_tuned(parser)
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=PANELS, help='default: all')
     args = figures.parse(parser, argv)
-    sides = group_by_side(find_runs(args.out_dirs), args)
-    baseline, *candidates = sides
-    labels = {side: label_of_side(side, args.by) for side in sides}
-    compared = [run for mine in sides.values() for run in mine]
+    methods = group_by_method(find_runs(args.out_dirs), args)
+    baseline, *candidates = methods
+    labels = {method: label_of_method(method, args.by) for method in methods}
+    compared = [run for mine in methods.values() for run in mine]
     compare.check_comparable([run for run in compared if run.is_trial], args.tuned, args.by)
-    counted = [run for mine in sides.values() for group in by_seed([run for run in mine if not run.rejected])
+    counted = [run for mine in methods.values() for group in by_seed([run for run in mine if not run.rejected])
                for run in group]
     rejected = {str(run.out_dir): run.rejected or 'another run has the same settings and seed'
                 for run in compared if run not in counted}
     for name, reason in rejected.items():
-        print(f'{"lost" if reason == "it diverged" else "rejected"} {name}: {reason}')  # the former counts as a trial
-    tuned = {side: compare.tuned_at_each_T(labels[side], mine) for side, mine in sides.items()}
-    verdicts = [judge(side, labels, tuned[side], tuned[baseline], baseline, args.k) for side in candidates]
+        print(f'{"lost" if reason == "it diverged" else "rejected"} {name}: {reason}')  # a lost run is a trial
+    tuned = {method: compare.tuned_at_each_T(labels[method], mine) for method, mine in methods.items()}
+    verdicts = [judge(method, labels, tuned[method], tuned[baseline], baseline, args.k) for method in candidates]
     if not any(verdict['criterion'] or verdict['same_T'] for verdict in verdicts):
-        found = '; '.join(f'{side} at T = {sorted(mine) or "none"}' for side, mine in tuned.items())
-        raise SystemExit(f'nothing to compare: finished runs of {found}; name other sides with --by, --baseline and '
+        found = '; '.join(f'{method} at T = {sorted(mine) or "none"}' for method, mine in tuned.items())
+        raise SystemExit(f'nothing to compare: finished runs of {found}; name other methods with --by, --baseline and '
                          '--candidate')
 
     column = 'optimizer' if args.by == 'optimizer_name' else args.by
@@ -78,38 +78,38 @@ def main(argv=None):
                  rejected=rejected)
 
 
-def group_by_side(runs, args):
-    """Return {side: runs} for --baseline, which comes first, and --candidate. SystemExit when one has no runs."""
+def group_by_method(runs, args):
+    """Return {method: runs} for --baseline, which comes first, and --candidate. Exit if one has no runs."""
     if args.by != 'out_dir':
         if any(args.by not in run.config for run in runs):
             raise SystemExit(f'--by {args.by}: not a setting of all of these runs')
         runs = sorted(runs, key=lambda run: (
             isinstance(value := run.config[args.by], str), 0 if value is None else value))
-    found = {}  # by value, because 0 and 0.0 are one side
+    found = {}  # keyed by value, because 0 and 0.0 are one method
     for run in runs:
-        found.setdefault(compare.side_of(run, args.by), []).append(run)
-    sides = {str(side): mine for side, mine in found.items()}
+        found.setdefault(compare.method_of(run, args.by), []).append(run)
+    methods = {str(method): mine for method, mine in found.items()}
 
-    def named(text):  # a CSV file may have AdamW, 0.001 may be given as 1e-3, and a directory with a slash at its end
+    def named(text):  # adamw also names AdamW in a CSV file, 1e-3 names 0.001, and out/a/ names out/a
         wanted = str(Path(text)) if args.by == 'out_dir' else text
-        return next((side for side in sides if side.lower() == wanted.lower() or as_number(side) == as_number(wanted)),
-                    text)
-    baseline = named(args.baseline or ('adamw' if args.by == 'optimizer_name' else next(iter(sides))))
-    candidates = [named(text) for text in args.candidate or sides if named(text) != baseline]
-    if unknown := [side for side in (baseline, *candidates) if side not in sides]:
-        raise SystemExit(f'nothing to compare: no run of {" ".join(unknown)}; there are {", ".join(sides)}; choose by '
-                         '--by, --baseline and --candidate')
-    return {side: sides[side] for side in (baseline, *candidates)}
+        same = (name for name in methods if name.lower() == wanted.lower() or as_number(name) == as_number(wanted))
+        return next(same, text)
+    baseline = named(args.baseline or ('adamw' if args.by == 'optimizer_name' else next(iter(methods))))
+    candidates = [named(text) for text in args.candidate or methods if named(text) != baseline]
+    if unknown := [method for method in (baseline, *candidates) if method not in methods]:
+        raise SystemExit(f'nothing to compare: no run of {" ".join(unknown)}; there are {", ".join(methods)}; choose '
+                         'by --by, --baseline and --candidate')
+    return {method: methods[method] for method in (baseline, *candidates)}
 
 
-def label_of_side(side, by):
-    """Return the name of a side in tables and pictures."""
+def label_of_method(method, by):
+    """Return the name of a method in tables and pictures."""
     if by == 'optimizer_name':
-        return figures.optimizer_label(side)
-    return side if by == 'out_dir' else f'{figures.label_of(by)} {side}'
+        return figures.optimizer_label(method)
+    return method if by == 'out_dir' else f'{figures.label_of(by)} {method}'
 
 
-def judge(side, labels, candidate, baseline, baseline_side, k):
+def judge(method, labels, candidate, baseline, baseline_method, k):
     """Return the verdict on a candidate: rows of three tables, lines of text, and whether the criterion holds."""
     same = [compare.same_horizon(candidate[T], baseline[T]) for T in sorted(candidate.keys() & baseline.keys())]
     tested = [row for row in same if row['p'] is not None]
@@ -120,7 +120,7 @@ def judge(side, labels, candidate, baseline, baseline_side, k):
                   'holds': baseline[T].mean >= candidate[T / k].mean} for T in sorted(baseline) if T / k in candidate]
     efficiency = [row for T in sorted(candidate) if (row := compare.efficiency_at(candidate[T], baseline))]
     holds = all(row['holds'] for row in criterion) if criterion else None
-    text, one, two = [], labels[baseline_side], labels[side]
+    text, one, two = [], labels[baseline_method], labels[method]
     if criterion:
         text.append(f'{two} is {"" if holds else "not "}{k} times faster than {one} by the criterion (it holds at '
                     f'{sum(row["holds"] for row in criterion)} of {len(criterion)} T)')
@@ -128,13 +128,13 @@ def judge(side, labels, candidate, baseline, baseline_side, k):
     text += [f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps: {two} is '
              f'{row["ratio steps"]:.2f} times as efficient in steps'
              + (f', {row["ratio FLOPs"]:.2f} in FLOPs' if row['ratio FLOPs'] else '') for row in efficiency]
-    return dict(candidate=side, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency)
+    return dict(candidate=method, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency)
 
 
 def sentence(row, one, two, tests):
-    """Return the sentence on a row of the table at the same T: baseline `one`, candidate `two`, and of how many tests
-    its own is one."""
-    apart, p, significance = f'{abs(row["difference"]):.4f}', row['p'], 'no test: it takes two seeds a side that differ'
+    """Return the sentence on a row of the same-T table. `one`: baseline. `two`: candidate. `tests`: number of tests."""
+    apart, p = f'{abs(row["difference"]):.4f}', row['p']
+    significance = 'no test: each method needs two seeds, with different losses'
     where = 'above' if row['difference'] > 0 else 'below'
     if float(apart) == 0:
         apart, where = 'level', 'with'
@@ -148,24 +148,24 @@ def sentence(row, one, two, tests):
 
 
 def draw(tuned, labels, verdicts, panels):
-    """Return the figure of PANELS, side by side, against T: final losses with their standard deviation over seeds;
-    differences to the baseline at the same T with their 95 % interval."""
+    """Return a figure with PANELS against T: final losses with their standard deviation over seeds, and differences to
+    the baseline at the same T with their 95 % interval."""
     fig, axes = figures.figure(len(panels), width=4.6, height=3.8)
-    looks = {side: dict(style, fmt='o-', capsize=3, markersize=4, label=labels[side])
-             for side, style in zip(tuned, figures.styles(tuned))}
+    looks = {method: dict(style, fmt='o-', capsize=3, markersize=4, label=labels[method])
+             for method, style in zip(tuned, figures.styles(tuned))}
     baseline = next(iter(tuned))
     Ts = sorted({T for mine in tuned.values() for T in mine})
     for ax, panel in zip(axes, panels):
         if panel == 'loss':
-            for side, mine in tuned.items():
+            for method, mine in tuned.items():
                 ax.errorbar(list(mine), [one.mean for one in mine.values()],
-                            [mean_final_loss(one.best)[1] or 0 for one in mine.values()], **looks[side])
+                            [mean_final_loss(one.best)[1] or 0 for one in mine.values()], **looks[method])
             ax.set(ylabel='final validation loss', title='Final loss at the best settings tried')
         else:
             ax.axhline(0, color=looks[baseline]['color'], label=labels[baseline])
-            for rows, side in [(verdict['same_T'], verdict['candidate']) for verdict in verdicts]:
+            for rows, method in [(verdict['same_T'], verdict['candidate']) for verdict in verdicts]:
                 ax.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
-                            [row['plus_or_minus'] or 0 for row in rows], **looks[side])
+                            [row['plus_or_minus'] or 0 for row in rows], **looks[method])
             ax.set(ylabel=f"final loss minus {labels[baseline]}'s, 95 % interval", title='Difference at the same T')
         ax.set(xscale='log', xlabel='steps T of the whole schedule')
         ax.set_xticks(Ts, [f'{T:,}' for T in Ts])

@@ -97,7 +97,7 @@ def test_two_seeds_of_each_group_are_tested_and_one_is_not(tmp_path):
     make(tmp_path, 'adamw', 100, 3.0, seed=8)
     make(tmp_path, 'sophiag', 100, 2.9)
     result = judge(tmp_path, '--tuned', 'beta1')
-    assert result['same_T'][0]['p'] is None and 'it takes two seeds a side' in result['text'][-1]
+    assert result['same_T'][0]['p'] is None and 'each method needs two seeds' in result['text'][-1]
     for seed, loss in ((1, 3.02), (2, 2.92)):
         make(tmp_path, 'adamw' if loss > 3 else 'sophiag', 100, loss, seed=seed)
     row, = judge(tmp_path)['same_T']
@@ -412,7 +412,7 @@ def test_only_columns_that_are_known_to_be_tuned_may_differ(tmp_path, column):
     ('', ': 0 columns optimizer'), ('optimizer,seed,step,loss\na,1,2,3\n', ': 0 columns steps'),
     ('optimizer,seed,steps,loss\na,1,2\n', ':2: not as many columns'),
     ('optimizer,seed,steps,loss\na,1,,3\n', ':2: steps must be a number'),
-    ('optimizer,seed,steps,loss\na,1,2,3\na,1,2,4\n', ':3: the second row of a run for step 2'),
+    ('optimizer,seed,steps,loss\na,1,2,3\na,1,2,4\n', ':3: duplicate row for step 2'),
     ('optimizer,seed,steps,loss\n\n"a\nb",1,2,3\n\n\na,1,2,low\n', ':7: loss must be a number'),
     ('optimizer,seed,steps,loss\n', ': no runs found'),
     ('optimizer,seed,steps,loss,LOSS\na,1,2,3,4\n', ': 2 columns loss'),
