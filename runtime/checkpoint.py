@@ -5,6 +5,7 @@ a resume needs. It holds no random generators, because all random numbers are fu
 model's checkpoint is a directory `ckpt_ITERATION`, see sharded.py. Any number of ranks can resume from either kind,
 sharded or not. `best.txt` names the checkpoint with the lowest validation loss."""
 
+import contextlib
 import pickle
 import re
 import shutil
@@ -68,7 +69,8 @@ def prune(out_dir, iteration, keep):
 
 
 def remove(path):
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with contextlib.suppress(OSError):  # the new checkpoint is there; a later save tries again
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
