@@ -347,7 +347,7 @@ def notes_on(runs):
     notes = [f'the runs differ in {what}, so their losses cannot be compared' for what, value in first.items()
              if any(other.get(what) != value for other in others)]
     if files := differing_files(*(run.about.get('code') for run in runs)):
-        notes.append(f'the runs are of different code ({", ".join(files)}), so they may differ in more than settings '
+        notes.append(f'the runs used different code ({", ".join(files)}), so they may differ in more than settings '
                      'and seed')
     notes += dict.fromkeys(run.about['unsaid'] for run in runs if run.from_csv)
     return notes + [f'{run.out_dir}: {clause}' for run in runs for clause in run.code_changes]

@@ -1,4 +1,4 @@
-# GPT-2 124M on FineWeb with AdamW, as llm.c trains it: docs/reproduce.md has the losses of a public run.
+# GPT-2 124M on FineWeb with AdamW, as in llm.c. docs/reproduce.md has the losses of a public run.
 out_dir = 'out/check-124m'
 dataset = 'fineweb10B'
 model_size = '125M'

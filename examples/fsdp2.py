@@ -1,4 +1,4 @@
-"""Sophia-G on a model sharded by FSDP2 (`fully_shard`): m, h and the estimate are sharded as the parameters are.
+"""Sophia-G on a model sharded by FSDP2 (`fully_shard`): m, h and the estimate are sharded like the parameters.
 
     torchrun --standalone --nproc_per_node=2 examples/fsdp2.py [--steps=60]
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where sophia.py is, unless it is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds sophia.py if it is not installed
 from sophia import Sophia, gauss_newton_bartlett
 
 
