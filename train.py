@@ -47,7 +47,7 @@ SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py, which also works her
 # training. 'horizon' may also change at a resume, before the learning rate decays.
 
 # output
-out_dir = setting('out', role='run')  # where checkpoints, metrics.jsonl and config.json go
+out_dir = setting('out', role='run')  # directory for checkpoints, metrics.jsonl and config.json
 eval_interval = setting(2000, at_least=1, role='run')  # iterations between evaluations
 log_interval = setting(10, at_least=1, role='run')  # iterations between lines of metrics
 eval_iters = setting(0, at_least=0, role='eval')  # nanoGPT's name: sets eval_sequences to this × total_batch_size
@@ -109,7 +109,7 @@ backend = setting(str, choices=('nccl', 'gloo'), role='run')  # backend of torch
 device = setting(str, role='run')  # cuda, cuda:1, cpu or mps
 dtype = setting(str, choices=tuple(devices.DTYPES), role='protocol')  # precision of matmuls; float32 disables TF32
 compile = setting(bool, role='run')  # torch.compile the model
-seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # for weights, data, sampled labels, dropout
+seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # seeds weights, data, sampled labels, dropout
 
 # All settings above: names in capitals are constants.
 DEFAULTS = {key: value for key, value in globals().items() if isinstance(value, configurator.Setting) or (

@@ -53,7 +53,7 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0 or step == args.steps - 1:
-            mean, unclipped = loss.detach() / dist.get_world_size(), optimizer.unclipped_fraction()  # on every rank
+            mean, unclipped = loss.detach() / dist.get_world_size(), optimizer.unclipped_fraction()  # collective
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
                 print(f'step {step}: loss {mean.item():.4f}, {unclipped.item():.0%} not clipped')

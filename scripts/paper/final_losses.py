@@ -9,7 +9,7 @@ docs/reproduce.md has the command for each figure. Runs that differ only in seed
 a point or a cell, the best is drawn. Unfinished runs are left out.
 
 With --x learning_rate it prints each line's largest stable rate. A rate is stable if its runs, one per seed, and those
-at all lower rates end finite, at most 0.5 above the lowest training loss up to their rate (means over a tenth of a run).
+at all lower rates end finite, at most 0.5 above the lowest training loss up to their rate (means over tenths of runs).
 """
 
 import math
