@@ -240,7 +240,7 @@ def make_model(c, origin, data):
         model = pretrained_model(GPT, c, data, origin)
         return model, model_args(model.config)
     config = origin.config or config_of(GPTConfig, c.values, data.vocab_size)
-    args = model_args(config)  # before the constructor, which may change the config
+    args = model_args(config)  # saved first, because the constructor may change the config
     return GPT(config), args
 
 
@@ -325,7 +325,7 @@ def train_step(run, sequences, iter_num):
     micro_batches = hessian.split(len(sequences), c.batch_size)  # sizes may differ when an estimate is due
     positions, total = sequences[:, 1:].numel(), world.zeros(2)  # total: summed loss, number of predictions
     for micro_step, rows in enumerate(micro_batches):
-        # Clones, because GPT.forward may change them in place, and nanoGPT's calls `view` on them.
+        # Clone them, because GPT.forward may change them in place, and nanoGPT's calls `view` on them.
         X, Y = sequences[rows, :-1].clone(), sequences[rows, 1:].clone()
         world.set_gradient_sync(micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
@@ -346,7 +346,7 @@ def train_step(run, sequences, iter_num):
     # Each rank has divided its sum by its positions, and DDP has averaged over ranks. Divide by predictions instead.
     optim.scale_gradients(run.params, positions * world.size / predictions)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
-    mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only sync but GradScaler's
+    mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only sync except the scaler's
 
     problem = not_finite(loss=mean_loss, gradient=grad_norm)
     if estimating and not problem:

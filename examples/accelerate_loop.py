@@ -29,7 +29,7 @@ def main(steps=60):
     groups = [dict(params=[p for p in model.parameters() if p.dim() > 1]),
               dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
     sophia = Sophia(groups, lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
-    # Accelerate's wrapper has no `update_hessian`, so the loop calls that of `sophia` (also `optimizer.optimizer`).
+    # Accelerate's wrapper has no `update_hessian`, so call it on `sophia`, which is also `optimizer.optimizer`.
     model, optimizer, loader = accelerator.prepare(model, sophia, loader)
     torch.manual_seed(1 + accelerator.process_index)  # ranks sample different labels
     losses = []

@@ -36,7 +36,7 @@ def main(argv=None):
         fully_shard(block)
     fully_shard(model)
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen to
-    # leave 0.1 to 0.5 of the coordinates unclipped. The optimizer takes the parameters as `fully_shard` leaves them.
+    # leave 0.1 to 0.5 of the coordinates unclipped. The optimizer must be built after `fully_shard`.
     groups = [dict(params=[p for p in model.parameters() if p.dim() > 1]),
               dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
     optimizer = Sophia(groups, lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
@@ -52,8 +52,8 @@ def main(argv=None):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0 or step == args.steps - 1:
-            mean, unclipped = loss.detach() / dist.get_world_size(), optimizer.unclipped_fraction()  # collective
+        if step % 10 == 0 or step == args.steps - 1:  # every rank takes part, because both calls are collective
+            mean, unclipped = loss.detach() / dist.get_world_size(), optimizer.unclipped_fraction()
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
                 print(f'step {step}: loss {mean.item():.4f}, {unclipped.item():.0%} not clipped')

@@ -32,7 +32,7 @@ class SophiaTrainer(Trainer):
             # accumulation it must be the last micro-batch, in which `self.accelerator.sync_gradients` is True.)
             logits = outputs.logits[:, -labels.size(1):]  # prompt tuning puts positions in front
             counted = labels[:, 1:] != -100  # the logits one position earlier predict these
-            sophia = self.optimizer.optimizer  # inside Accelerate's wrapper
+            sophia = self.optimizer.optimizer  # unwraps Accelerate's optimizer
             estimates = gauss_newton_bartlett(logits[:, :-1][counted], sophia, retain_graph=True)
             if any(h_hat is not None for h_hat in estimates):  # all None, on every rank, if no label counts
                 sophia.update_hessian(estimates)

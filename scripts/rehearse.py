@@ -70,7 +70,7 @@ def contract(flags):
             items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
             if any(isinstance(item, (torch.nn.Parameter, torch.nn.Module)) and item not in known for item in items):
                 yield f'{prefix}.{key} holds parameters that are neither trained nor saved; use nn.ModuleList there'
-    for p in run.params:  # zeros, as in output projections, would hide what is below them
+    for p in run.params:  # zeros, as in output projections, would hide the layers below
         if p.dim() > 1 and not p.any():
             p.data.normal_(std=0.02)
 
@@ -108,8 +108,8 @@ def contract(flags):
 
 
 def contract_of_estimate(params, logits, loss, targets):
-    """Yield a line if the curvature of `loss` differs from that of the cross-entropy of `logits` at the targets that
-    count, which Sophia-G estimates. It compares a Hessian-vector product of each."""
+    """Yield a line if the curvature of `loss` differs from Sophia-G's estimate, which uses the cross-entropy of
+    `logits` at the targets that count. It compares a Hessian-vector product of each."""
     plain = train.cross_entropy(logits, targets).sum() / (targets >= 0).sum()
     signs = [1.0 - 2 * torch.randint_like(p, 2) for p in params]
 
@@ -218,7 +218,7 @@ def trained(out_dir, flags, ranks=1, nudge=False):
 def resumed(out_dir, flags, whole, steps):
     """Resume the run in `whole` before the step STOP. Return all steps like `trained`, earlier ones from `steps`."""
     out_dir.mkdir()
-    for path in whole.iterdir():  # as if the run had been killed after its last step
+    for path in whole.iterdir():  # imitates a run that was killed after its last step
         if path.is_file() and number(path) in (None, STOP):
             shutil.copy(path, out_dir)
     return trained(out_dir, flags) | {i: values for i, values in steps.items() if i < STOP}
@@ -228,7 +228,7 @@ def evaluated(out_dir, logged, sequences):
     """Compare a run's `logged` validation losses with scripts/eval.py's. Return (whether they agree, and a text)."""
     text = launch([str(ROOT / 'scripts/eval.py'), str(out_dir), f'--eval_sequences={sequences}', '--device=cpu'])
     for result in map(json.loads, re.findall(r'^\{.*\}$', text, re.MULTILINE)):
-        expected = logged.get(f'val/loss/{Path(result["data"]).parent.name}', logged['val/loss'])  # as in a mixture
+        expected = logged.get(f'val/loss/{Path(result["data"]).parent.name}', logged['val/loss'])  # if a mixture
         if not math.isclose(result['loss'], expected, rel_tol=1e-5):
             return False, (f'DIFFERS: scripts/eval.py measures {result["loss"]:.9g} instead of {expected:.9g}; it '
                            'builds the model from GPTConfig and state_dict alone')
@@ -249,7 +249,7 @@ def apart(one, two, start=None):
     one, two = (torch.as_tensor(value, dtype=torch.float64) for value in (one, two))
     size = max(one.norm(), two.norm())
     if start is not None:
-        size = max((one - start).norm(), TOLERANCE * size)  # because rounding is relative to the tensor
+        size = max((one - start).norm(), TOLERANCE * size)  # rounding is relative to the tensor
     return ((one - two).norm() / size).item() if one.shape == two.shape else math.inf
 
 

@@ -97,7 +97,7 @@ def main(argv=None):
             with autocast(args.device, dtype_name(args)):
                 results = run_task(loaded, TASKS[name], examples, draws)
             table.append(dict(task=TASKS[name][0], checkpoint=path, examples=len(examples), **results))
-        write_csv(args.output, table)  # after each checkpoint, because it takes long
+        write_csv(args.output, table)  # written after each checkpoint, because each takes long
     print_table(table)
 
 
