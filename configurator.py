@@ -52,7 +52,7 @@ class Setting:
         return ''
 
 
-setting = Setting  # the name in train.py
+setting = Setting  # train.py uses this name
 
 
 class Config:
@@ -134,8 +134,8 @@ class Config:
         return f'--{key}={value}' if source == 'flag' else f'{source}: {key} = {value!r}'
 
     def lines(self, everything=False):
-        """Format one aligned line per setting, `key = value   source`; settings at their default, and settings that the
-        optimizer lacks, only if `everything` is asked for."""
+        """Format one aligned line per setting, `key = value   source`. Settings at their default and settings that the
+        optimizer lacks need `everything`."""
         rows = [(f'{key} = {value!r}', self.sources[key]) for key, value in self.values.items()
                 if everything or not self.sources[key].startswith(('default', 'not a setting'))]
         width = max((len(left) for left, _ in rows), default=0)
@@ -195,7 +195,7 @@ def read_file(name, values):
     try:
         exec(compile(path.read_bytes(), name, 'exec'), scope)
     except Exception as error:
-        trace = error.__traceback__.tb_next  # None for a SyntaxError, whose message has the line
+        trace = error.__traceback__.tb_next  # None for a SyntaxError; its message names the line
         where = f'{name}:{trace.tb_lineno}' if trace else name
         raise SystemExit(f'{where}: {type(error).__name__}: {error}') from None
     return {key: value for key, value in scope.items()

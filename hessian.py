@@ -1,4 +1,4 @@
-"""Hessian estimates during training: when, on which sequences, and with which labels or vectors.
+"""Hessian estimates during training: their schedule, sequences, labels and vectors.
 For another schedule or estimator, subclass a hook and name it in a row of optimizers.py.
 
 In each iteration train_step calls `start` and `split`, and for each micro-batch `labels` before the forward pass. If
@@ -145,7 +145,7 @@ class GNBHook(HessianHook):
         first = super().split(here, size)
         if self.parts > 1:
             # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. With sharded
-            # parameters all ranks work on one part, with other sequences, which is another draw of the same estimate.
+            # parameters all ranks work on one part, with other sequences. That is another draw of the same estimate.
             n = self.parts if any(map(is_dtensor, self.estimator.params)) else self.parts // self.world_size
             first = [slice(i, here, n) for i in range(min(n, here))]
         return first + [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
@@ -154,7 +154,7 @@ class GNBHook(HessianHook):
         n = self.count(rows)
         if n == 0:
             return {}
-        # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `diagonal` undoes the weight.
+        # loss_hat is a sum. This weight makes it a scaled mean, whose gradient fits float16. `diagonal` undoes it.
         self.weight = self.scale * self.world_size / (self.batch_size * Y.size(1))
         return self.second_labels(Y[:n], rows)
 

@@ -77,7 +77,7 @@ def sample_labels(logits, uniforms):
 
     logits: (n, ..., V); uniforms: (n, ...), in [0, 1), one per label. Returns (n, ...) int64.
     """
-    # A few sequences at a time, because without torch.compile the float32 probabilities take much memory.
+    # Process a few sequences at a time, because without torch.compile the float32 probabilities take much memory.
     return torch.cat([invert(*part) for part in zip(logits.split(4), uniforms.split(4))])
 
 

@@ -55,7 +55,7 @@ class CausalSelfAttention(nn.Module):
         self.config = config
 
     def forward(self, x, divisor=None):
-        """Attend to the positions up to each one. `divisor`: divides the attention logits; an integer 0-d tensor."""
+        """Apply causal attention. `divisor`: integer 0-d tensor that divides the attention logits."""
         B, T, C = x.shape
         n_head = self.config.n_head
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
@@ -137,7 +137,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         divisors = [None] * self.config.n_layer
         if self.config.scale_attn_by_inverse_layer_idx:
-            # A tensor, because Python numbers would recompile the blocks. It is exact in bfloat16.
+            # Use a tensor, because Python numbers would recompile the blocks. It is exact in bfloat16.
             divisors = torch.arange(1, self.config.n_layer + 1, device=idx.device)
         for block, divisor in zip(self.transformer.h, divisors):
             x = block(x, divisor)

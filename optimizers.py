@@ -195,7 +195,7 @@ def from_library(groups, s, **arguments):
     more = parse_arguments(s.optimizer_args, path)
     try:
         return library_class(path)(groups, lr=s.learning_rate, **arguments, **more)
-    except Exception as error:  # whatever the library raises
+    except Exception as error:  # a library may raise anything
         raise SystemExit(f'--optimizer_name={path}: cannot be built with its settings ({one_line(error)}); see '
                          '--optimizer_args') from None
 
@@ -257,7 +257,7 @@ OPTIMIZERS = {
     # k = 2 is the paper's. Without clipping, ε must bound the step where h is tiny. The paper does not state ε.
     'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 2, sophiag', GNBHook, shards=True),
-    # Not in the paper: a window of 100 steps instead of 1,000 and, by squaring 16 parts separately, similar noise.
+    # Not in the paper. The window is 100 steps instead of 1,000; squaring 16 parts separately keeps the noise similar.
     'sophiag_fresh': Row(sophia, dict(SOPHIA_G, beta2=0.9, hessian_parts=16), SOPHIA_G_LR, 'Table 2, sophiag', GNBHook,
                          shards=True),
     # Baselines that the paper does not have, with library defaults except for AdamW's weight decay. Muon's updates are
@@ -351,7 +351,7 @@ def library_class(path):
     library, _, name = path.partition(':')
     try:
         return getattr(importlib.import_module('torch.optim' if library == 'torch' else library), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two for '.x' and for ''
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # '.x' gives a TypeError, '' a ValueError
         raise SystemExit(f'--optimizer_name={path}: cannot be imported ({one_line(error)}); check its name, or install '
                          'what is missing') from None
 

@@ -119,7 +119,7 @@ class Sophia(Optimizer):
                 warn('Sophia.step() while h is 0 is sign momentum: there was no update_hessian() yet, or its estimates '
                      'were 0')
         if self.compile and not isinstance(lr, torch.Tensor):
-            lr = torch.full((), lr, device=params[0].device)  # torch.compile would bake a number in
+            lr = torch.full((), lr, device=params[0].device)  # a number would be a compile-time constant
         rule = compiled(self.rule) if self.compile else self.rule
         rule(local(params), local([p.grad for p in params]), local(self.buffers(params, 'exp_avg')), self.curvature(hs),
              lr, group['betas'][0], group['gamma'], group['eps'], group['weight_decay'], self.rho)
@@ -277,7 +277,7 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     Args:
         losses: mean loss of the mini-batch, or an iterable with the losses of equally large micro-batches. The graph
             must be twice differentiable: no compiled module, no FSDP, attention under sdpa_kernel(SDPBackend.MATH).
-            weight_norm, F.linear_cross_entropy with options and many custom kernels fail mostly without an error.
+            weight_norm, F.linear_cross_entropy with options and many custom kernels fail, mostly without an error.
         optimizer, group: as in `gauss_newton_bartlett`.
         generator: random generator for u. Several ranks need one that is seeded alike on all of them.
         rademacher: draw u from {−1, 1} (as AdaHessian does) instead of N(0, I).

@@ -47,7 +47,7 @@ SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py, which also works her
 # training. 'horizon' may also change at a resume, before the learning rate decays.
 
 # output
-out_dir = setting('out', role='run')  # where checkpoints, metrics.jsonl and config.json go
+out_dir = setting('out', role='run')  # directory for checkpoints, metrics.jsonl and config.json
 eval_interval = setting(2000, at_least=1, role='run')  # iterations between evaluations
 log_interval = setting(10, at_least=1, role='run')  # iterations between lines of metrics
 eval_iters = setting(0, at_least=0, role='eval')  # nanoGPT's name: sets eval_sequences to this × total_batch_size
@@ -109,7 +109,7 @@ backend = setting(str, choices=('nccl', 'gloo'), role='run')  # backend of torch
 device = setting(str, role='run')  # cuda, cuda:1, cpu or mps
 dtype = setting(str, choices=tuple(devices.DTYPES), role='protocol')  # precision of matmuls; float32 disables TF32
 compile = setting(bool, role='run')  # torch.compile the model
-seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # for weights, data, sampled labels, dropout
+seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # seeds weights, data, sampled labels, dropout
 
 # All settings above: names in capitals are constants.
 DEFAULTS = {key: value for key, value in globals().items() if isinstance(value, configurator.Setting) or (
@@ -240,7 +240,7 @@ def make_model(c, origin, data):
         model = pretrained_model(GPT, c, data, origin)
         return model, model_args(model.config)
     config = origin.config or config_of(GPTConfig, c.values, data.vocab_size)
-    args = model_args(config)  # before the constructor, which may change the config
+    args = model_args(config)  # saved first, because the constructor may change the config
     return GPT(config), args
 
 
@@ -325,7 +325,7 @@ def train_step(run, sequences, iter_num):
     micro_batches = hessian.split(len(sequences), c.batch_size)  # sizes may differ when an estimate is due
     positions, total = sequences[:, 1:].numel(), world.zeros(2)  # total: summed loss, number of predictions
     for micro_step, rows in enumerate(micro_batches):
-        # Clones, because GPT.forward may change them in place, and nanoGPT's calls `view` on them.
+        # Clone them, because GPT.forward may change them in place, and nanoGPT's calls `view` on them.
         X, Y = sequences[rows, :-1].clone(), sequences[rows, 1:].clone()
         world.set_gradient_sync(micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
@@ -346,7 +346,7 @@ def train_step(run, sequences, iter_num):
     # Each rank has divided its sum by its positions, and DDP has averaged over ranks. Divide by predictions instead.
     optim.scale_gradients(run.params, positions * world.size / predictions)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
-    mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only sync but GradScaler's
+    mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only sync except the scaler's
 
     problem = not_finite(loss=mean_loss, gradient=grad_norm)
     if estimating and not problem:

@@ -114,7 +114,7 @@ def parse(parser, argv):
     folder = Path(args.out_dirs[0])
     if len(args.out_dirs) > 1 and (folder / 'config.json').is_file():
         folder = folder.parent
-    while not folder.is_dir():  # a file, or the name of a run in a runs.jsonl
+    while not folder.is_dir():  # the path may name a file, or a run in a runs.jsonl
         folder = folder.parent
     if folder.resolve().is_relative_to(RECORDS):
         folder = Path('out')

@@ -110,7 +110,7 @@ class RunRecord:
         if not self.ended:
             done = max(self.series('val/loss')[0], default=0)
             return f'it has a validation loss at iteration {done} of {self.max_iters} only'
-        if self.decay_lr is False:  # not None, as in a CSV file
+        if self.decay_lr is False:  # a CSV file gives None
             return None
         if self.warmup_iters >= self.max_iters:
             return f'it ends within its warm-up of {self.warmup_iters} iterations'
@@ -158,8 +158,8 @@ def read_run(out_dir):
 
 
 def with_same_settings(runs):
-    """Give all `runs` the same settings, and return them. A run from before a setting was added gets its default and
-    role from another run (with the same optimizer, if it is the optimizer's setting), or None."""
+    """Give all `runs` the same settings, and return them. If an edit added a setting after a run, its default and role
+    come from another run (of the same optimizer, for an optimizer's setting). Without such a run it is None."""
     default, roles = dict.fromkeys(key for run in runs for key in run.config), {}
     own = {run.optimizer_name: {} for run in runs}
     for run in runs:
@@ -205,7 +205,7 @@ def packed(run, name):
 MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
 RENAMED = {'max_iters': 'horizon', 'lr': 'learning_rate'}
 REQUIRED = 'optimizer', 'seed', 'steps', 'loss'
-NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # numeric, or empty
+NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # numeric or empty
 # Placeholders for settings without a column
 NOT_SAID = dict(learning_rate=None, decay_lr=None, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
                 lr_decay_iters=None)
@@ -244,7 +244,7 @@ def read_csv(path):
         about = dict(config=config, roles={key: ROLES.get(key, 'protocol') for key in config}, unsaid=unsaid)
         runs.append(RunRecord(Path(first), about, [lines[step] for step in sorted(lines)]))
     for run in sorted(runs, key=lambda run: run.diverged):
-        if run.max_iters is None:  # its last step; if it diverged, the shortest horizon that it had not passed
+        if run.max_iters is None:  # use its last step, or if it diverged, the shortest horizon that it had not passed
             last = run.lines[-1]['iter']
             horizons = [other.max_iters for other in runs if run.diverged and (other.max_iters or 0) >= last]
             run.config['max_iters'] = min(horizons, default=last)
@@ -347,7 +347,7 @@ def notes_on(runs):
     notes = [f'the runs differ in {what}, so their losses cannot be compared' for what, value in first.items()
              if any(other.get(what) != value for other in others)]
     if files := differing_files(*(run.about.get('code') for run in runs)):
-        notes.append(f'the runs are of different code ({", ".join(files)}), so they may differ in more than settings '
+        notes.append(f'the runs used different code ({", ".join(files)}), so they may differ in more than settings '
                      'and seed')
     notes += dict.fromkeys(run.about['unsaid'] for run in runs if run.from_csv)
     return notes + [f'{run.out_dir}: {clause}' for run in runs for clause in run.code_changes]

@@ -1,6 +1,6 @@
-# Fine-tune OpenAI's GPT-2 small on your own text: pip install -r requirements-hf.txt, python data/text/prepare.py
-# my.txt, then this. init_from also takes a Hugging Face folder, such as one from scripts/export_hf.py. The learning
-# rate is small and constant because the model knows English.
+# Fine-tune OpenAI's GPT-2 small on your own text, after pip install -r requirements-hf.txt and
+# python data/text/prepare.py my.txt. init_from also takes a Hugging Face folder, such as one from scripts/export_hf.py.
+# The learning rate is small and constant because the model knows English.
 out_dir = 'out/finetune-text'
 init_from = 'gpt2'
 dataset = 'text'

@@ -1,4 +1,4 @@
-# Of the studies at 0.8M in records/: bytes of books. Some set other data and mini-batches.
+# Base config of the 0.8M studies in records/: bytes of books. Some studies set other data and mini-batches.
 dataset = 'books'
 model_size = 'tiny'
 block_size = 128
@@ -8,5 +8,5 @@ eval_interval = 600
 eval_sequences = 1600
 log_interval = 20
 always_save_checkpoint = False
-dtype = 'float32'  # on a GPU, too
+dtype = 'float32'  # also on a GPU
 compile = False

@@ -11,10 +11,10 @@ own process, because compiled code would be shared. They take turns, so that oth
 a checkout whose model.py has nanoGPT's GPT, GPTConfig and configure_optimizers. It gets the weights, batch, dtype and
 compile of each CONFIG with AdamW. Tokens are random.
 
-Columns are medians over the rounds. loss: of the fourth step, equal for programs that compute the same. step_ms: a step
-without an estimate. hessian_ms: extra time of a step with an estimate. hessian_share: hessian_ms / (k · step_ms).
-tokens_per_sec, mfu: with that share. optimizer_ms: the optimizer's step alone. over_adamw: its ratio to fused AdamW's.
-memory_gb: peak of the device, or of the process on a CPU.
+Columns are medians over the rounds. loss: loss of the fourth step, equal for programs that compute the same. step_ms:
+time without an estimate. hessian_ms: extra time of an estimate. hessian_share: hessian_ms / (k · step_ms).
+tokens_per_sec, mfu: estimates included. optimizer_ms: time of the optimizer's step. over_adamw: its ratio to fused
+AdamW's. memory_gb: peak memory of the device, or of the process on a CPU.
 """
 
 import contextlib
@@ -216,7 +216,7 @@ def main(argv=None):
         if args.output:
             about = dict(commit=git_commit(), **machine(), torch=torch.__version__, rounds=args.rounds)
             write_json(args.output, dict(about=about, results=rows))
-        if args.profile:  # last, because it takes memory
+        if args.profile:  # comes last, because it takes memory
             write_text(args.profile, '\n'.join(f'{name}\n{process.submit(call, "profile").result()}'
                                                for name, process in zip(names, processes)))
 

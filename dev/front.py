@@ -31,7 +31,7 @@ def differences():
 
 
 def draw():
-    """Return (figure, rows)."""
+    """Draw the picture. Return (figure, rows of its numbers)."""
     fig, (ends, norms) = figure(2, width=4.8, height=3.0)
     with (ROOT / 'records/study/study.csv').open(encoding='utf-8') as file:
         rows = [dict(optimizer=row['optimizer'], steps=int(row['T']), loss=float(row['val/loss']), seeds=row['seeds'])

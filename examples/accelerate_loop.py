@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where sophia.py is, unless it is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds sophia.py if it is not installed
 from sophia import Sophia, gauss_newton_bartlett
 
 
@@ -29,7 +29,7 @@ def main(steps=60):
     groups = [dict(params=[p for p in model.parameters() if p.dim() > 1]),
               dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
     sophia = Sophia(groups, lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
-    # The wrapped optimizer has no `update_hessian`; the one inside, `optimizer.optimizer`, has.
+    # Accelerate's wrapper has no `update_hessian`, so call it on `sophia`, which is also `optimizer.optimizer`.
     model, optimizer, loader = accelerator.prepare(model, sophia, loader)
     torch.manual_seed(1 + accelerator.process_index)  # ranks sample different labels
     losses = []
@@ -38,7 +38,7 @@ def main(steps=60):
             with accelerator.accumulate(model):
                 logits = model(inputs)
                 loss = F.cross_entropy(logits, labels)
-                # The estimate is from the step's last micro-batch.
+                # The estimate uses the step's last micro-batch.
                 due = accelerator.sync_gradients and len(losses) % 10 == 0  # k = 10
                 accelerator.backward(loss, retain_graph=due)
                 if due:

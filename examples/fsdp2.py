@@ -1,4 +1,4 @@
-"""Sophia-G on a model sharded by FSDP2 (`fully_shard`): m, h and the estimate are sharded as the parameters are.
+"""Sophia-G on a model sharded by FSDP2 (`fully_shard`): m, h and the estimate are sharded like the parameters.
 
     torchrun --standalone --nproc_per_node=2 examples/fsdp2.py [--steps=60]
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where sophia.py is, unless it is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds sophia.py if it is not installed
 from sophia import Sophia, gauss_newton_bartlett
 
 
@@ -36,7 +36,7 @@ def main(argv=None):
         fully_shard(block)
     fully_shard(model)
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen to
-    # leave 0.1 to 0.5 of the coordinates unclipped. The optimizer takes the parameters as `fully_shard` leaves them.
+    # leave 0.1 to 0.5 of the coordinates unclipped. The optimizer must be built after `fully_shard`.
     groups = [dict(params=[p for p in model.parameters() if p.dim() > 1]),
               dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
     optimizer = Sophia(groups, lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
@@ -52,8 +52,8 @@ def main(argv=None):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0 or step == args.steps - 1:
-            mean, unclipped = loss.detach() / dist.get_world_size(), optimizer.unclipped_fraction()  # on every rank
+        if step % 10 == 0 or step == args.steps - 1:  # every rank takes part, because both calls are collective
+            mean, unclipped = loss.detach() / dist.get_world_size(), optimizer.unclipped_fraction()
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
                 print(f'step {step}: loss {mean.item():.4f}, {unclipped.item():.0%} not clipped')

@@ -2,8 +2,8 @@
 
     python examples/huggingface_trainer.py [--steps=60] [--out_dir=out/hf_trainer] [--resume]
 
-The estimate is made in `compute_loss`, where the logits are, before `backward` and the optimizer's step. The Trainer's
-checkpoints hold h and the random state that labels are sampled with.
+The estimate is made in `compute_loss`, which has the logits, before `backward` and the optimizer's step. The Trainer's
+checkpoints hold h and the random state for sampling labels.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where sophia.py is, unless it is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds sophia.py if it is not installed
 from sophia import Sophia, gauss_newton_bartlett
 
 
@@ -24,24 +24,24 @@ class SophiaTrainer(Trainer):
     estimated = None  # the latest step with an estimate
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        labels = inputs['labels']  # which label smoothing removes from `inputs`
+        labels = inputs['labels']  # label smoothing removes them from `inputs`
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         step = self.state.global_step
         if model.training and step % self.hessian_interval == 0 and self.estimated != step:
-            # The estimate is from the step's first micro-batch with labels that count. (Under FSDP with gradient
-            # accumulation only the last micro-batch can be used, where `self.accelerator.sync_gradients` is True.)
+            # The estimate uses the step's first micro-batch with labels that count. (Under FSDP with gradient
+            # accumulation it must be the last micro-batch, in which `self.accelerator.sync_gradients` is True.)
             logits = outputs.logits[:, -labels.size(1):]  # prompt tuning puts positions in front
-            counted = labels[:, 1:] != -100  # the positions that the loss counts, of the logits before them
-            sophia = self.optimizer.optimizer  # inside Accelerate's wrapper
+            counted = labels[:, 1:] != -100  # the logits one position earlier predict these
+            sophia = self.optimizer.optimizer  # unwraps Accelerate's optimizer
             estimates = gauss_newton_bartlett(logits[:, :-1][counted], sophia, retain_graph=True)
-            if any(h_hat is not None for h_hat in estimates):  # None, on all ranks, where no label counts
+            if any(h_hat is not None for h_hat in estimates):  # all None, on every rank, if no label counts
                 sophia.update_hessian(estimates)
                 self.estimated = step
         return (loss, outputs) if return_outputs else loss
 
 
 def sequences(n, length=32, vocab=64):
-    """Return n sequences in which nine of ten tokens follow from the one before; the others are random."""
+    """Return n sequences in which nine of ten tokens follow from the previous one and the others are random."""
     rows = torch.randint(vocab, (n, length))
     for t in range(1, length):
         rows[:, t] = torch.where(torch.rand(n) < 0.1, rows[:, t], (5 * rows[:, t - 1] + 1) % vocab)

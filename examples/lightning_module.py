@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where sophia.py is, unless it is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds sophia.py if it is not installed
 from sophia import Sophia, gauss_newton_bartlett
 
 
@@ -54,7 +54,7 @@ class Classifier(lightning.LightningModule):
     def on_before_optimizer_step(self, optimizer):
         if self.hessian_due():
             optimizer.update_hessian(gauss_newton_bartlett(self.logits, optimizer))
-        self.logits = None  # a module with a graph cannot be copied, as for averages of its weights
+        self.logits = None  # a module with a graph cannot be copied, for example to average weights
 
 
 def main(steps=60):

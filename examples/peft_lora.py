@@ -1,5 +1,5 @@
-"""Sophia-G on PEFT's LoRA adapters and the biases beside them: h, m and the estimate cover these alone. Needs
-transformers and peft.
+"""Sophia-G on PEFT's LoRA adapters and their biases: h, m and the estimate cover only these. Needs transformers and
+peft.
 
     python examples/peft_lora.py
 
@@ -13,12 +13,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where sophia.py is, unless it is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds sophia.py if it is not installed
 from sophia import Sophia, gauss_newton_bartlett
 
 
 def sequences(n, length=32, vocab=64):
-    """Return sequences (n, length) in which nine of ten tokens follow from the one before; the others are random."""
+    """Return sequences (n, length) in which nine of ten tokens follow from the previous one; the others are random."""
     rows = torch.randint(vocab, (n, length))
     for t in range(1, length):
         rows[:, t] = torch.where(torch.rand(n) < 0.1, rows[:, t], (5 * rows[:, t - 1] + 1) % vocab)
@@ -35,7 +35,7 @@ def main(steps=60):
     biases = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen to
     # leave 0.1 to 0.5 of the coordinates unclipped.
-    # LoRA's B starts at 0, and with it A's gradient and h: until the second estimate A's steps are sign momentum, which
+    # LoRA's B starts at 0, and so do A's gradient and h. Until the second estimate A's steps are sign momentum, which
     # the clip bounds.
     optimizer = Sophia([dict(params=adapters), dict(params=biases, weight_decay=0.0)], lr=5e-3, betas=(0.96, 0.9),
                        gamma=0.2, weight_decay=0.1)
@@ -46,8 +46,8 @@ def main(steps=60):
         due = step % 10 == 0  # k = 10
         outputs.loss.backward(retain_graph=due)
         if due:
-            # The logits that the loss counts: prompt tuning would put positions in front, and the last one predicts
-            # nothing. Padding would be left out, too.
+            # Keep only the logits that the loss counts. Prompt tuning would put positions in front, and the last one
+            # predicts nothing. Padding must be left out, too.
             logits = outputs.logits[:, -rows.size(1):-1]
             optimizer.update_hessian(gauss_newton_bartlett(logits, optimizer))
         optimizer.step()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where sophia.py is, unless it is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds sophia.py if it is not installed
 from sophia import Sophia, gauss_newton_bartlett, hutchinson
 
 
@@ -34,7 +34,7 @@ def surface(n):
 
 
 def normal(f):
-    """Return the normal distribution with mean f, variance ½ and so −log p(y) = (f − y)², up to a constant."""
+    """Return the normal distribution with mean f and variance ½: −log p(y) = (f − y)², up to a constant."""
     return torch.distributions.Normal(f, 0.5 ** 0.5)
 
 

@@ -1,1 +1,1 @@
-"""The parts of a run that know its settings: checks, resuming, log, faults, saving, the end."""
+"""Checks, resuming, log, faults, saving and shutdown of a run. These modules know its settings."""

@@ -1,4 +1,4 @@
-"""Checks that end a run before it loses work, each with one line, and advice on γ."""
+"""Checks that end a run with one line before it loses work, and advice on γ."""
 
 import math
 
@@ -8,42 +8,41 @@ from runtime.checkpoint import parameter_names
 from runtime.files import one_line
 from runtime.optim import parameters
 
-RUNAWAY = 25  # sees all 37 recorded runs of Sophia that pass ‖h‖ = 100, and three others, two with far too large a γ
+RUNAWAY = 25  # catches all 37 recorded Sophia runs that pass ‖h‖ = 100, and three others, two with far too large a γ
 
 
 def check_validation(val_data):
-    """Stop the run unless the weights of the validation sets, with which val/loss is their mean, sum to 1."""
+    """Exit unless the weights of the validation sets in val/loss sum to 1."""
     total = sum(data.weight for data in val_data.values())
     if abs(total - 1) > 1e-9:
         raise SystemExit(f'open_dataset: the weights of the validation sets {", ".join(val_data)} sum to {total:g}, so '
-                         'that val/loss would not be their mean; add a set with weight=0, or by --dataset=A:1,B:0')
+                         'val/loss would not be their mean; add a set with weight=0, or with --dataset=A:1,B:0')
 
 
 def check_parameters(optimizer, model):
-    """Stop the run unless the optimizer has all parameters of `model` that are to be trained."""
+    """Exit unless the optimizer has all trainable parameters of `model`."""
     mine = set(parameters(optimizer))
     if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in mine]:
-        raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so that it would not be trained; add it, '
-                         'or freeze it with requires_grad_(False)')
+        raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so it would not be trained; add it, or '
+                         'freeze it with requires_grad_(False)')
 
 
 def check_first_update(run):
-    """Stop the run, after its first update, unless a checkpoint would bring back the optimizer's state and the model's
-    buffers."""
+    """After the first update, exit unless a checkpoint would restore the optimizer's state and the model's buffers."""
     if run.rest.fresh is None:
         return
     with run.world.exit_together():
         if differing := sorted(run.rest.names ^ {*run.raw_model.state_dict()}):
             raise SystemExit(f"{differing[0]}: the model's state_dict has it only before or only after the first step, "
-                             'so that the run could not be resumed; register it in the constructor, or with '
+                             'so the run could not be resumed; register it in the constructor, or with '
                              'persistent=False')
     check_round_trip(run.world, run.raw_model, run.optimizer, run.rest.fresh)
-    run.rest.fresh = None  # frees its state
+    run.rest.fresh = None  # frees the memory
 
 
 def check_round_trip(world, model, optimizer, fresh):
-    """Stop the run unless a checkpoint would bring back the whole state of `optimizer` to `fresh`, the same optimizer
-    without a state."""
+    """Exit unless a checkpoint would restore the whole state of `optimizer` to `fresh`, the same optimizer without a
+    state."""
     names = parameter_names(model)
     with world.exit_together():
         saved, shards = optimizer_state.to_save(optimizer, names, world.sharded)
@@ -54,17 +53,16 @@ def check_round_trip(world, model, optimizer, fresh):
             theirs['param_groups'] = [{key: group.get(key) for key in compared}  # load_state_dict may add settings
                                       for group, compared in zip(theirs['param_groups'], ours['param_groups'])]
             lost = optimizer_state.first_difference(ours, theirs)
-        except Exception as error:  # whatever the optimizer's load_state_dict raises
+        except Exception as error:  # load_state_dict may raise anything
             lost = one_line(error)
         if lost:
-            raise SystemExit(f'{type(optimizer).__name__}: a checkpoint would not bring back its state ({lost}), so '
-                             'that the run could not be resumed; use another optimizer, or keep all state in `state` '
+            raise SystemExit(f'{type(optimizer).__name__}: a checkpoint would not restore its state ({lost}), so the '
+                             'run could not be resumed; use another optimizer, or keep all state in `state` '
                              'and `param_groups`, and optimizers inside it as parts of a CombinedOptimizer')
 
 
 def advise(run, metrics):
-    """Print once, after the warm-up and the first estimates, in which direction γ should change, given the `metrics` of
-    a step."""
+    """Print once, after the warm-up and the first estimates, whether a step's `metrics` ask for a higher or lower γ."""
     c, unclipped = run.config, metrics.get('update_unclipped', 0.5)
     started = c.hessian_interval / (1 - c.beta2)
     if not 0.01 <= unclipped <= 0.9 and run.state.iter >= max(c.warmup_iters, started) and not run.log.advised:
@@ -75,8 +73,8 @@ def advise(run, metrics):
 
 
 def warn_of_runaway(run, metrics):
-    """Warn when Sophia's h runs away (records/sharpening): when ‖h‖ of the `metrics`, corrected for its start at 0, is
-    RUNAWAY times its lowest value since a tenth of the run, which `state.lowest_hessian_norm` keeps."""
+    """Warn if Sophia's h runs away (records/sharpening). The criterion is that ‖h‖, bias-corrected, is RUNAWAY times
+    its lowest value since a tenth of the run, which `state.lowest_hessian_norm` keeps."""
     c, state = run.config, run.state
     measured = {'update_unclipped', 'hessian_norm'} <= metrics.keys()
     if not measured or not c.hessian_interval or state.iter < c.max_iters / 10:
@@ -87,5 +85,5 @@ def warn_of_runaway(run, metrics):
         clips = 'hessian_clip' in row(c.optimizer_name).settings and not c.hessian_clip
         run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; begin again with '
                       f'{"--hessian_clip=1.0 or " * clips}a lower --gamma or --learning_rate, see docs/running.md')
-        state.lowest_hessian_norm = math.inf  # so that it is said again only after as much growth again
-    state.lowest_hessian_norm = min(state.lowest_hessian_norm, norm or math.inf)  # 0: no estimate was finite yet
+        state.lowest_hessian_norm = math.inf  # the next warning needs as much growth again
+    state.lowest_hessian_norm = min(state.lowest_hessian_norm, norm or math.inf)  # norm is 0 without a finite estimate

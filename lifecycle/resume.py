@@ -1,4 +1,4 @@
-"""How a run resumes, or starts from trained weights: what continues, what may change, what is refused."""
+"""Resuming a run, or starting it from trained weights, and the checks of both."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,13 @@ from runtime.rng import seed_all
 
 @dataclass
 class Origin:
-    """The origin of a run: the checkpoint from which it resumes, or none, when `path` is None.
+    """The checkpoint from which a run resumes, or none if `path` is None.
 
-    code: the `files.code_hashes` of the code that runs.
-    seed: of the model's constructor, for what it draws and no checkpoint holds, whatever seed a resume sets.
+    code: `files.code_hashes` of the current code.
+    seed: the seed of the model's constructor, for tensors that no checkpoint holds. A resume does not change it.
     saved: the checkpoint, until `restore` has used it.
     config: the GPTConfig of its model.
-    differences, changes: how the settings differ from the checkpoint's, see `compare`.
+    differences, changes: differences from the checkpoint's settings, see `compare`.
     """
     code: dict
     seed: int
@@ -33,29 +33,29 @@ class Origin:
     changes: list = field(default_factory=list)
 
     def restore(self, run):
-        """Put the checkpoint's tensors and progress into their places in the `Run`."""
+        """Load the checkpoint's tensors and progress into the `Run`."""
         if not self.path:
             return
         with run.world.exit_together():
             checkpoint.load_tensors(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
         optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
         for key, value in self.saved['train_state'].items():
-            if hasattr(run.state, key):  # another train.py may have had more
+            if hasattr(run.state, key):  # another train.py may have saved more fields
                 setattr(run.state, key, value)
         self.saved = None  # frees the memory
 
 
 def finetunes(c):
-    """Return whether the run begins with trained weights."""
+    """Return whether the run starts from trained weights."""
     return c.init_from not in ('scratch', 'resume')
 
 
 def find_origin(world, c, data, fingerprints, learning_rate_at):
-    """Return the `Origin` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`.
+    """Return the `Origin` of the run with the settings `c`, and lock its out_dir (see `checkpoint.open_run`).
 
-    In a run that resumes, init_from becomes the checkpoint's: the weights that the run was started from. A run that
-    only evaluates takes the newest checkpoint, unless init_from names pretrained weights. SystemExit when the
-    checkpoint's model, optimizer or data set differs. `fingerprints`: of the data, by split.
+    When resuming, init_from becomes the checkpoint's init_from. A run that only evaluates takes the newest checkpoint,
+    unless init_from names pretrained weights. Exits if the checkpoint's model, optimizer or data set differs.
+    `fingerprints`: {split: fingerprint of its data}.
     """
     path, saved = checkpoint.open_run(
         world, c.out_dir, must_resume=c.init_from == 'resume' or c.eval_only and not finetunes(c),
@@ -80,14 +80,14 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
     before = {**c.defaults, **saved['config']}
     measured = c.having('eval') - {'eval_iters'}  # eval_iters only sets eval_sequences
     if saved['data']['val'] != fingerprints['val'] or any(c.values[key] != before.get(key) for key in measured):
-        saved['train_state'] |= dict(best_val_loss=float('inf'), last_eval_iter=-1)  # losses of other sequences
+        saved['train_state'] |= dict(best_val_loss=float('inf'), last_eval_iter=-1)  # these are for other sequences
     return Origin(code, checkpoint.model_seed(saved), path, saved, config, differences, changes)
 
 
 def continued_config(c, path, saved, data):
     """Return the GPTConfig of the model in the checkpoint `saved` from `path`; set init_from to the checkpoint's.
 
-    SystemExit when the settings `c` or the data ask for a different model.
+    Exits if the settings `c` or the data ask for a different model.
     """
     args, started_from = {**gpt.default_args(GPTConfig), **saved['model_args']}, saved['config']['init_from']
     if 'init_from' in c.given and c.init_from != 'resume' and Path(c.init_from) != Path(started_from):
@@ -108,13 +108,13 @@ def continued_config(c, path, saved, data):
 
 
 def pretrained_model(cls, c, data, origin):
-    """Return a model `cls` with the weights that init_from names: of a Hugging Face model, or of a checkpoint."""
+    """Return a model `cls` with the weights of init_from, which names a Hugging Face model or a checkpoint."""
     if checkpoint.exists(c.init_from):
         return weights_of_run(cls, c, data, origin)
     model = cls.from_pretrained(c.init_from, c.block_size, c.dropout)
     rows = model.config.vocab_size
     meta = folder_meta(c.init_from, rows)
-    adopt_model_args(c, vars(model.config), data, at_least=0 if meta else rows - 63)  # an unknown tokenizer
+    adopt_model_args(c, vars(model.config), data, at_least=0 if meta else rows - 63)  # fewer ids mean another tokenizer
     check_same_tokenizer(data, meta, c.init_from)
     return model
 
@@ -122,13 +122,13 @@ def pretrained_model(cls, c, data, origin):
 def weights_of_run(cls, c, data, origin):
     """Return a model `cls` with the weights and the size of the checkpoint that init_from names.
 
-    What the checkpoint lacks stays as a new model has it, and origin.differences says so: rows for ids that its
-    tokenizer does not have, and weights that model.py has added.
+    Tensors that the checkpoint lacks keep their initial values, and are listed in origin.differences: embeddings of ids
+    that its tokenizer does not have, and weights that model.py has added.
     """
     path, saved = checkpoint.load_checkpoint(c.init_from)
     if missing := [key for key in ('train_state', 'tokenizer') if key not in saved]:
-        raise SystemExit(f'--init_from={c.init_from}: is of another program (it has no {missing[0]}); convert it with '
-                         'scripts/export_hf.py, and give the folder')
+        raise SystemExit(f'--init_from={c.init_from}: was saved by another program (no {missing[0]} in it); convert it '
+                         'with scripts/export_hf.py, and pass the folder')
     check_same_tokenizer(data, saved['tokenizer'], path)
     args, notes = {**gpt.default_args(GPTConfig), **saved['model_args']}, origin.differences
     rows = args['vocab_size']
@@ -141,12 +141,12 @@ def weights_of_run(cls, c, data, origin):
         rows = args['vocab_size']
     if 'block_size' in c.given:
         most = args['block_size'] if 'transformer.wpe.weight' in saved['model'] else c.block_size
-        c.require('block_size', c.block_size <= most, f'at most {most}, the positions that {path} has embeddings of')
+        c.require('block_size', c.block_size <= most, f'at most {most}, the number of position embeddings in {path}')
         args['block_size'] = c.block_size
     adopt_model_args(c, args, data)
     if 'model.py' in differing_files(saved.get('code'), origin.code):
         notes.append(f'model.py is not the one that trained {path}')
-    origin.seed = checkpoint.model_seed(saved)  # for what the constructor draws and no checkpoint holds
+    origin.seed = checkpoint.model_seed(saved)  # for tensors that no checkpoint holds
     seed_all(origin.seed)
     model = cls(GPTConfig(**{**args, 'dropout': c.dropout}))
     added = gpt.take_weights(model, saved['model'], rows)
@@ -155,10 +155,10 @@ def weights_of_run(cls, c, data, origin):
 
 
 def adopt_model_args(c, args, data, at_least=0):
-    """Make the settings `c` follow `args`, the arguments of pretrained weights; dropout is the run's.
+    """Set the settings `c` to `args`, the model arguments of pretrained weights, except dropout.
 
-    SystemExit when a config file or a flag contradicts them, or when `data`, a data set, has more ids than the weights,
-    some of which may be padding, or fewer than `at_least`.
+    Exits if a config file or a flag contradicts them, or if the data set `data` has fewer ids than `at_least` or more
+    than the weights, which may include padding.
     """
     if not at_least <= data.vocab_size <= args['vocab_size']:
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
@@ -172,10 +172,10 @@ def adopt_model_args(c, args, data, at_least=0):
 def compare(path, saved, c, fingerprints, learning_rate_at):
     """Compare the settings `c` and the data with those of the checkpoint `saved` from `path`.
 
-    Returns (lines, changes): the settings that differ, as text; and a list for config.json and later checkpoints of all
-    that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes. Those
-    of a horizon are harmless while all learning rates so far are the present schedule's.
-    SystemExit when the optimizer or the data set differs.
+    Returns (lines, changes). lines: the settings that differ, as text. changes: for config.json and later checkpoints,
+    a list of dicts (iter, key, from, to) of all changes at this and earlier resumes, without harmless ones. A change of
+    the horizon is harmless if it leaves the learning rates of all past iterations the same.
+    Exits if the optimizer or the data set differs.
     """
     before = {**defaults_of(c), **saved['config']}
     for key in 'optimizer_name', 'optimizer_args':
@@ -191,8 +191,8 @@ def compare(path, saved, c, fingerprints, learning_rate_at):
              if key not in ('auto_resume', 'out_dir')}
     past = SimpleNamespace(**before)
     horizon = [key for key in changed if key in c.having('horizon')]
-    kept_pace = horizon and all(learning_rate_at(past, i) == learning_rate_at(c, i) for i in range(saved['iter_num']))
-    harmless = c.having(*HARMLESS, *(['horizon'] if kept_pace else []))
+    same_rates = horizon and all(learning_rate_at(past, i) == learning_rate_at(c, i) for i in range(saved['iter_num']))
+    harmless = c.having(*HARMLESS, *(['horizon'] if same_rates else []))
     kept = {key: both for key, both in changed.items() if key not in harmless}
     kept |= {f'data {split}': (saved['data'].get(split), fingerprints[split]) for split in other}
     changes = [{'iter': saved['iter_num'], 'key': key, 'from': was, 'to': now} for key, (was, now) in kept.items()]

@@ -1,4 +1,4 @@
-"""The log of a run, the start of its replicas, faults, saving, the end."""
+"""Log, DDP start-up, faults, saving and shutdown of a run."""
 
 import math
 import os
@@ -24,7 +24,7 @@ class Rest:
     about: dict  # for checkpoints: model_args, data, tokenizer, code, …
     fresh: Any  # an optimizer without a state; None after the check of the first update
     names: set  # the keys of the model's state_dict before the first step
-    saved: bool = True  # whether the latest checkpoint that was due has been saved
+    saved: bool = True  # whether the latest due checkpoint was saved
 
 
 def open_log(run, origin, train_data):
@@ -53,7 +53,7 @@ def open_log(run, origin, train_data):
 def notes(c):
     """Yield lines about settings that are valid but may surprise."""
     if c.device.startswith('cuda') and not c.compile and 'compile' not in c.given:
-        yield ('warning: compile = False because this machine has no C compiler or no Python.h, and training is much '
+        yield ('warning: compile = False because this machine has no C compiler or no Python.h, so training is much '
                'slower; install gcc and python3-dev')
     if c.compile:
         yield 'note: the first iterations compile the model, which takes a minute or more'
@@ -62,11 +62,11 @@ def notes(c):
 
 
 def build_buckets(run, sequences):
-    """Make two backward passes that change nothing but DDP's buckets of gradients.
+    """Run two backward passes that change only DDP's gradient buckets.
 
-    DDP sorts them anew after its first sum over ranks, and rounds differently before and after: without these passes,
-    the first iteration of a resumed run would not be that of the uninterrupted one. Collective: every rank must call
-    it. `sequences`: a micro-batch of this rank, so that what is compiled here serves a step.
+    DDP rebuilds them after its first all-reduce, and rounds differently before and after. Without these passes, the
+    first iteration of a resumed run would differ from the uninterrupted run's. Collective: every rank must call it.
+    `sequences`: a micro-batch of this rank, so that training reuses the compiled code.
     """
     world = run.world
     if world.size == 1 or world.sharded:
@@ -88,7 +88,7 @@ def build_buckets(run, sequences):
 
 
 def not_finite(**numbers):
-    """Return words that name the first of `numbers` that is not finite; '' if all are finite."""
+    """Return a clause that names the first of `numbers` that is not finite, or ''."""
     return next((f'the {name} is not finite' for name, number in numbers.items() if not math.isfinite(number)), '')
 
 
@@ -101,7 +101,7 @@ def check_step(run, step):
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
         return
     state.skipped_in_a_row += 1
-    overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # of the scaled loss
+    overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # float16's loss scale was too large
     allowed = max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite
     if state.skipped_in_a_row > allowed:
         abort(run, step.problem, f', or skip it with --skip_nonfinite={state.skipped_in_a_row}')
@@ -110,8 +110,8 @@ def check_step(run, step):
 
 
 def abort(run, problem, otherwise=''):
-    """End a run that cannot continue, with one line on stderr and in failed.txt: the problem, and what might help, a
-    lower learning rate or `otherwise`. Collective: every rank must call it."""
+    """End a run that cannot continue. One line on stderr and in failed.txt names the problem and advises a lower
+    learning rate or `otherwise`. Collective: every rank must call it."""
     run.log.close()
     if run.world.is_master:
         out_dir = Path(run.config.out_dir)
@@ -128,7 +128,7 @@ def abort(run, problem, otherwise=''):
 
 
 def log_metrics(run, metrics):
-    """Log the metrics of a step, with a warning where they show a runaway or a γ that is far off."""
+    """Log a step's metrics, and warn if they show a runaway or a γ that is far off."""
     run.log.record(run.state, run.log.progress_line(run.state.iter, metrics), metrics)
     guards.advise(run, metrics)
     guards.warn_of_runaway(run, metrics)
@@ -139,7 +139,7 @@ def save(run, best=False):
     c, state = run.config, run.state
     if not optim.global_norm(run.params).isfinite():
         abort(run, 'the parameters are not finite')
-    run.stops.save = False  # a request to save is answered
+    run.stops.save = False  # the request to save is fulfilled
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
             iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values, train_state=asdict(state),
@@ -151,8 +151,8 @@ def save(run, best=False):
 
 
 def close_run(run):
-    """Say how a run ended. Exits with a special code if it was stopped and can resume, and with a message if its last
-    checkpoint is missing."""
+    """Report the end of a run. Exits with a special code if it was stopped and can resume, and with a message if its
+    last checkpoint is missing."""
     c, log, state, stops = run.config, run.log, run.state, run.stops
     to_resume = stops.stopping and not stops.finished
     if stops.stopping:
@@ -165,5 +165,5 @@ def close_run(run):
     if not run.rest.saved:
         newest = next(iter(checkpoint.checkpoints(c.out_dir)), 'none')
         raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the newest one there: {newest}')
-    if to_resume and 'TORCHELASTIC_RUN_ID' not in os.environ:  # torchrun takes every exit code but 0 for a failure
+    if to_resume and 'TORCHELASTIC_RUN_ID' not in os.environ:  # torchrun treats other codes than 0 as failures
         raise SystemExit(STOPPED)

@@ -1,4 +1,4 @@
-"""Draw loss curves or other metrics of runs, a panel each, and write the numbers next to the picture.
+"""Draw loss curves or other metrics of runs, one panel each, and write the numbers next to the picture.
 
   python scripts/plot.py out/quickstart
   python scripts/plot.py out/adamw out/sophiag --x tokens --output compare.png
@@ -6,7 +6,7 @@
   Figures "dynamics" and "stability" (a), clipped updates, ‖h‖ and clipped gradients:
     python scripts/plot.py out/gpt2-small-* --metrics update_unclipped hessian_norm grad_clipped
 
-Runs that differ in their seed only are one line, their mean, with a band from the lowest to the highest.
+Runs that differ only in seed are drawn as one line, their mean, with a band from the lowest to the highest.
 """
 
 import sys
@@ -27,7 +27,7 @@ def main(argv=None):
     parser = argparser(__doc__, 'loss.png', of_runs=True)
     parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: steps)')
     parser.add_argument('--metrics', nargs='+', metavar='KEY',
-                        help='keys of metrics.jsonl (default: val/loss train/loss, of one run in one panel)')
+                        help='keys of metrics.jsonl (default: val/loss train/loss, in one panel for a single run)')
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'))
     args = parse(parser, argv)
     runs = find_runs(args.out_dirs)

@@ -1,18 +1,18 @@
-"""Rehearse a run after an edit: its numbers must not depend on how it is carried out.
+"""Rehearse a run after an edit, because its numbers must not depend on the way it is executed.
 
   python scripts/rehearse.py config/quickstart.py --optimizer_name=sophiah
 
 trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
-float32 on a CPU: in one go; stopped and resumed; in smaller micro-batches; on two ranks; on their shards; with
+float32 on a CPU: in one go; stopped and resumed; in smaller micro-batches; on two ranks; sharded over them; with
 activation checkpointing; compiled. It compares metrics, weights and the optimizer's state after each step, and the last
-validation loss with scripts/eval.py's. It prints a line for each: equal; equal up to rounding; or the first number and
-the first tensor that differ. Exit status 1 if something differs. It warns where the model or its loss breaks the
+validation loss with scripts/eval.py's. It prints one line per run: equal; equal up to rounding; or the first number and
+the first tensor that differ. The exit status is 1 if something differs. It warns if the model or its loss breaks the
 contract with training, such as logits that depend on later tokens, or curvature that Sophia-G's estimate does not see.
 
-It does not see: state and terms of the loss that first count after its steps; gradient hooks, which no estimate
-follows; initial values that a constructor gives a linear layer or an embedding, because GPT's `self.apply` replaces
-them; what is computed from settings: `flops_per_token`, an estimate's `cost`, the update in scripts/curvature.py.
-Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
+It misses state and loss terms that matter only after its steps; gradient hooks, which estimates skip; initial values
+that a constructor gives a linear layer or an embedding, because GPT's `self.apply` overwrites them; and numbers
+computed from settings: `flops_per_token`, an estimate's `cost`, the update in scripts/curvature.py. Checkpoints of
+every step go to a temporary directory, and take 2 GB with GPT-2's vocabulary.
 """
 
 import functools
@@ -47,19 +47,19 @@ from runtime.sharded import read_optimizer
 EXACT = 'model', 'resumed', 'evaluated'
 ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'sharded': ['--parallel=fsdp'],
            'recomputed': ['--activation_checkpointing=True'], 'compiled': ['--compile=True']}  # name → its flags
-STOP = 6  # the step before which a run is resumed: after an evaluation, before an estimate and a line of the log
+STOP = 6  # a run resumes before this step, after an evaluation, and before an estimate and a log line
 PATIENCE = 900  # seconds after which a run counts as hung
 close = functools.partial(torch.allclose, rtol=1e-4, atol=1e-5)
-TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
-COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # of which rounding may change one
-MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics of the machine
+TOLERANCE = 1e-3  # largest difference that may be rounding, relative to a tensor's norm
+COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # counts, which rounding may change
+MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics that depend on the machine
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The model's contract
 
 
 def contract(flags):
-    """Yield a line for each way in which the model of a run with `flags`, or its loss, breaks what others rely on."""
+    """Yield a line for each way in which the model or loss of a run with `flags` breaks the contract."""
     run, loader = train.begin(train.resolve(flags))
     model, sequences = run.raw_model, next(loader)
     loader.close()
@@ -70,7 +70,7 @@ def contract(flags):
             items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
             if any(isinstance(item, (torch.nn.Parameter, torch.nn.Module)) and item not in known for item in items):
                 yield f'{prefix}.{key} holds parameters that are neither trained nor saved; use nn.ModuleList there'
-    for p in run.params:  # because nothing is seen through zeros, as of output projections
+    for p in run.params:  # zeros, as in output projections, would hide the layers below
         if p.dim() > 1 and not p.any():
             p.data.normal_(std=0.02)
 
@@ -94,27 +94,27 @@ def contract(flags):
             yield f'GPT.forward changes the buffer {changed[0]} in evaluation mode, too; do so only if self.training'
         if not close(train.cross_entropy(logits, Y), -logits.log_softmax(-1).gather(-1, Y[..., None])[..., 0]):
             yield ('loss.py: cross_entropy is not the plain one, which val/loss and the labels of Sophia-G need; put '
-                   'smoothed labels and the like into `token_loss`')
+                   'label smoothing and other changes into `token_loss`')
 
     targets = Y.clone()
-    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+    with sdpa_kernel(SDPBackend.MATH):  # other kernels have no second derivative
         logits, loss, *more = model(X.clone(), targets)
         if run.hessian.samples_labels and not more:
             yield from contract_of_estimate(run.params, logits, loss, targets)
     trained = train.train_step(run, sequences, 0).loss
     if not math.isclose(trained, loss.item(), rel_tol=TOLERANCE):
-        yield (f'the first step trains on a loss of {trained:.6g}, and GPT.forward returns {loss.item():.6g}, which is '
-               'all that evaluation and Hessian estimates see; put additional terms into `token_loss`')
+        yield (f'the first step trains on a loss of {trained:.6g}, but GPT.forward returns {loss.item():.6g}, and '
+               'evaluation and Hessian estimates see only that; put additional terms into `token_loss`')
 
 
 def contract_of_estimate(params, logits, loss, targets):
-    """Yield a line if the curvature of `loss` is not the one that Sophia-G estimates, of the cross-entropy of `logits`
-    at the targets that count, as seen in a Hessian-vector product of each."""
+    """Yield a line if the curvature of `loss` differs from Sophia-G's estimate, which uses the cross-entropy of
+    `logits` at the targets that count. It compares a Hessian-vector product of each."""
     plain = train.cross_entropy(logits, targets).sum() / (targets >= 0).sum()
     signs = [1.0 - 2 * torch.randint_like(p, 2) for p in params]
 
     def product(loss):
-        """Return the product of `signs` with the Hessian of `loss`, less the share of the logits' own curvature."""
+        """Return the product of `signs` with the Hessian of `loss`, without the curvature of the logits themselves."""
         weights, = torch.autograd.grad(loss, logits, retain_graph=True, materialize_grads=True)
         rest = loss - (weights * logits).sum()
         gradient = torch.autograd.grad(rest, params, create_graph=True, materialize_grads=True)
@@ -123,9 +123,9 @@ def contract_of_estimate(params, logits, loss, targets):
     seen = product(plain)
     share = global_norm(torch._foreach_sub(product(loss), seen)) / global_norm(seen)
     if share > 0.1:
-        yield (f'the curvature of the loss differs by {share:.0%} from the one of the cross-entropy of the logits over '
-               'targets other than -1, which Sophia-G estimates: it has masks, weights, other logits or terms that are '
-               'not functions of the logits; see docs/hacking.md, "Another loss"')
+        yield (f'the curvature of the loss differs by {share:.0%} from the curvature that Sophia-G estimates, of the '
+               'cross-entropy of the logits over targets other than -1; the loss has masks, weights, other logits or '
+               'terms that are not functions of the logits; see docs/hacking.md, "Another loss"')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def contract_of_estimate(params, logits, loss, targets):
 
 
 def session(nudge, flags):
-    """Train with `flags` and save after every step; if `nudge`, from weights that differ in their last bits."""
+    """Train with `flags`, and save after every step. With `nudge`, start from weights changed in their last bits."""
     c, train_step = train.resolve(flags), train.train_step
 
     def saved_step(run, sequences, iteration):
@@ -161,14 +161,14 @@ def shrunk(argv, steps):
         total_batch_size=8, batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp',
         activation_checkpointing=False, compile=False, device='cpu', backend='gloo', auto_resume=True,
         always_save_checkpoint=True, keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)
-    # With 6 sequences the micro-batches of a step have several sizes. Parts of 6 would not be the same on two ranks.
+    # Estimates from 6 sequences make micro-batches of several sizes. Parts of 6 would not be the same on two ranks.
     small |= dict.fromkeys(own & {'hessian_batch_size'}, 4 if small.get('hessian_parts', 1) > 1 else 6)
     return [arg for arg in argv if arg[:2] != '--'] + [f'--{key}={value}' for key, value in small.items()] + [
         arg for arg in argv if arg[:2] == '--']
 
 
 def launch(argv, ranks=1):
-    """Run the script argv[0] on `ranks` ranks. Return what they print; SystemExit with the last line if one fails."""
+    """Run the script argv[0] on `ranks` ranks. Return their output, or exit with its last line if one fails."""
     with socket.create_server(('127.0.0.1', 0)) as free:
         port = free.getsockname()[1]
     environments = [dict(os.environ, OMP_NUM_THREADS='1', RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
@@ -193,7 +193,7 @@ def launch(argv, ranks=1):
 
 
 def last_words(text):
-    """Return the line of its last exception in a program's output, else its last line; '' if there is none."""
+    """Return the last exception in a program's output, or else its last line, or ''."""
     lines = [re.sub(r'^\[rank\d+\]: ', '', line).strip() for line in text.strip().splitlines()]
     raised = [line for line in lines if re.match(r'[\w.]+(Error|Exception): ', line)]
     return (raised or lines or [''])[-1]
@@ -216,9 +216,9 @@ def trained(out_dir, flags, ranks=1, nudge=False):
 
 
 def resumed(out_dir, flags, whole, steps):
-    """Return what `trained` does for a run that is resumed before the step STOP of the run in `whole` with `steps`."""
+    """Resume the run in `whole` before the step STOP. Return all steps like `trained`, earlier ones from `steps`."""
     out_dir.mkdir()
-    for path in whole.iterdir():  # as if the run had been killed after its last step
+    for path in whole.iterdir():  # imitates a run that was killed after its last step
         if path.is_file() and number(path) in (None, STOP):
             shutil.copy(path, out_dir)
     return trained(out_dir, flags) | {i: values for i, values in steps.items() if i < STOP}
@@ -228,10 +228,10 @@ def evaluated(out_dir, logged, sequences):
     """Compare a run's `logged` validation losses with scripts/eval.py's. Return (whether they agree, and a text)."""
     text = launch([str(ROOT / 'scripts/eval.py'), str(out_dir), f'--eval_sequences={sequences}', '--device=cpu'])
     for result in map(json.loads, re.findall(r'^\{.*\}$', text, re.MULTILINE)):
-        expected = logged.get(f'val/loss/{Path(result["data"]).parent.name}', logged['val/loss'])  # of a mixture's part
+        expected = logged.get(f'val/loss/{Path(result["data"]).parent.name}', logged['val/loss'])  # if a mixture
         if not math.isclose(result['loss'], expected, rel_tol=1e-5):
             return False, (f'DIFFERS: scripts/eval.py measures {result["loss"]:.9g} instead of {expected:.9g}; it '
-                           'makes the model of GPTConfig and state_dict alone')
+                           'builds the model from GPTConfig and state_dict alone')
     return True, 'equal up to rounding'
 
 
@@ -240,8 +240,8 @@ def evaluated(out_dir, logged, sequences):
 
 
 def apart(one, two, start=None):
-    """Return the relative difference of two values, 0 where they are equal, infinity for different kinds; given where
-    a tensor has been at the `start`, relative to how far it is from there."""
+    """Return the relative difference of two values: 0 if they are equal, infinity if their kinds differ. With a
+    tensor's initial value `start`, it is relative to the distance from there."""
     if equal(one, two):
         return 0.0
     if not all(isinstance(value, (bool, int, float, torch.Tensor)) for value in (one, two)):
@@ -249,16 +249,16 @@ def apart(one, two, start=None):
     one, two = (torch.as_tensor(value, dtype=torch.float64) for value in (one, two))
     size = max(one.norm(), two.norm())
     if start is not None:
-        size = max((one - start).norm(), TOLERANCE * size)  # because rounding is relative to the tensor
+        size = max((one - start).norm(), TOLERANCE * size)  # rounding is relative to the tensor
     return ((one - two).norm() / size).item() if one.shape == two.shape else math.inf
 
 
 def difference(ours, theirs, nudged=None):
     """Compare the steps of two runs. Return (whether they agree, a text with the first number and tensor that differ).
 
-    They agree if they are equal, or, given a third run whose weights were `nudged`, up to rounding: the relative
-    difference, of weights relative to how far they have moved, is below TOLERANCE, or ten times the largest one so far
-    that this run has shown for values of this kind.
+    They agree if they are equal. With a third run whose weights were `nudged`, they also agree up to rounding, if each
+    relative difference (for weights, relative to their movement) is at most TOLERANCE, or ten times the largest one so
+    far of the nudged run for values of this kind.
     """
     found, equally, drift, starts = [], True, {}, {}
     for step in sorted(ours.keys() | theirs.keys()):
@@ -270,7 +270,7 @@ def difference(ours, theirs, nudged=None):
             x, y = a.get(name, 'nothing'), b.get(name, 'nothing')
             relative = apart(x, y, starts.get(name))
             allowed = max(TOLERANCE, 10 * drift.get(kind(name), 0.0)) if nudged else 0.0
-            if not (relative <= allowed or nudged and name.startswith(COUNTS)):  # NaN, too
+            if not (relative <= allowed or nudged and name.startswith(COUNTS)):  # also for NaN
                 found.append((step, name, x, y))
             equally &= relative == 0
         starts = {name: value for name, value in a.items() if name.startswith('weights')} | starts
@@ -279,12 +279,12 @@ def difference(ours, theirs, nudged=None):
     first_tensor = [one for one in found if isinstance(one[2], torch.Tensor)][:1]
     first = [f'from step {step}: {name} is {shown(y)} instead of {shown(x)}' for step, name, x, y in
              found[:1] + first_tensor]
-    places = '' if nudged else "state may live in TrainState, in buffers, in the optimizer's state and param_groups"
-    return False, f'DIFFERS {"; ".join(filter(None, [*dict.fromkeys(first), places]))}'
+    advice = '' if nudged else "state may live in TrainState, in buffers, in the optimizer's state and param_groups"
+    return False, f'DIFFERS {"; ".join(filter(None, [*dict.fromkeys(first), advice]))}'
 
 
 def kind(name):
-    """Return what the names of comparable values share: 'weights.weight', 'optimizer.exp_avg', a metric."""
+    """Return the kind of a value's name: 'weights.weight', 'optimizer.exp_avg', or a metric."""
     return re.sub(r'\..*\.', '.', name)
 
 
@@ -293,20 +293,20 @@ def shown(value):
 
 
 def without_dropout(c):
-    """Return flags that turn off each probability, number or switch of dropout, which draws by micro-batch."""
+    """Return flags that turn off every dropout setting, because dropout draws by micro-batch."""
     off = {key: one.type() for key, one in c.declared.items() if 'drop' in key and one.type is not str}
     return [f'--{key}={value}' for key, value in off.items() if c.values[key] and not c.declared[key].problem(value)]
 
 
 def skipped(c):
-    """Return why some comparisons are left out, {name: text}."""
+    """Return {name: reason} of the comparisons to skip."""
     found, row = {}, train.optimizers.row(c.optimizer_name)
     if not can_compile('cpu'):
         found['compiled'] = 'no C++ compiler or no Python.h'
     if row.hook.hessian_products:
         found['recomputed'] = f'{c.optimizer_name} has no --activation_checkpointing'
     if not row.shards or c.hessian_parts > 1:
-        found['sharded'] = 'no shards=True, or an estimate in parts, which draws other labels there'
+        found['sharded'] = 'no shards=True, or hessian_parts > 1, which draws other labels on shards'
     return found
 
 
@@ -318,35 +318,35 @@ def main(argv=None):
     if argv[:1] == ['--session']:
         return session(int(argv[1]), argv[2:])
     parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
-    parser.add_argument('--steps', type=at_least(STOP + 1), default=10, help='of each run (default: 10)')
+    parser.add_argument('--steps', type=at_least(STOP + 1), default=10, help='steps per run (default: 10)')
     names = [*EXACT, *ROUNDED]
-    parser.add_argument('--only', choices=names, nargs='+', default=names, help='some of the comparisons')
+    parser.add_argument('--only', choices=names, nargs='+', default=names, help='make only these comparisons')
     args, flags = parser.parse_known_args(argv)
     flags = shrunk(flags, args.steps)
     c = train.resolve(flags, world_size=1)
     plain_flags = flags + without_dropout(c)
     left_out, failed = skipped(c), False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        place = Path(folder)
-        whole = trained(place / 'whole', flags) if args.only != ['model'] else None
+        scratch = Path(folder)
+        whole = trained(scratch / 'whole', flags) if args.only != ['model'] else None
         if {*args.only} & {*ROUNDED}:
-            plain = trained(place / 'plain', plain_flags) if plain_flags != flags else whole
-            nudged = trained(place / 'nudged', plain_flags, nudge=True)
+            plain = trained(scratch / 'plain', plain_flags) if plain_flags != flags else whole
+            nudged = trained(scratch / 'nudged', plain_flags, nudge=True)
 
         def compare(name):
-            """Return (whether a run agrees with what it must equal, and a text)."""
+            """Return (whether a run agrees with its reference, a text)."""
             if name in left_out:
                 return True, f'skipped: {left_out[name]}'
             try:
                 if name == 'model':
-                    text = launch([__file__, '--model', *plain_flags, f'--out_dir={place / name}'])
-                    return True, '\n'.join(re.findall('^warning: .*$', text, re.MULTILINE)) or 'as training takes it'
+                    text = launch([__file__, '--model', *plain_flags, f'--out_dir={scratch / name}'])
+                    return True, '\n'.join(re.findall('^warning: .*$', text, re.MULTILINE)) or 'fulfills the contract'
                 if name == 'resumed':
-                    return difference(whole, resumed(place / name, flags, place / 'whole', whole))
+                    return difference(whole, resumed(scratch / name, flags, scratch / 'whole', whole))
                 if name == 'evaluated':
-                    return evaluated(place / 'whole', whole[max(whole)], c.eval_sequences)
+                    return evaluated(scratch / 'whole', whole[max(whole)], c.eval_sequences)
                 ranks = 2 if name in ('two ranks', 'sharded') else 1
-                return difference(plain, trained(place / name, [*plain_flags, *ROUNDED[name]], ranks), nudged)
+                return difference(plain, trained(scratch / name, [*plain_flags, *ROUNDED[name]], ranks), nudged)
             except SystemExit as error:
                 return False, str(error)
 

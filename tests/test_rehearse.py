@@ -315,7 +315,7 @@ model.GPT.__init__ = with_scales
 
 
 @pytest.mark.parametrize('code, words', [
-    ('', 'as training takes it'),
+    ('', 'fulfills the contract'),
     (attending('None'), 'later tokens or chance'),
     (attending('None') + ZERO, 'later tokens or chance'),
     (attending('torch.ones(16, 16, dtype=bool).tril(1)'), 'later tokens or chance'),
@@ -337,16 +337,16 @@ model.GPT.__init__ = with_buffer
     (FORWARD.format('kept = targets if targets is None else targets.clone()\n    if kept is not None:\n'
                     '        kept[:, 8:] = -1\n    logits, loss = forward(self, idx, kept)'), 'differs by '),
     (FORWARD.format('if targets is not None:\n        targets[:, 8:] = -1\n'
-                    '    logits, loss = forward(self, idx, targets)'), 'as training takes it'),
+                    '    logits, loss = forward(self, idx, targets)'), 'fulfills the contract'),
     (loss_is('0.5 * plain(logits, targets)'), 'differs by 50%'),
     (loss_is('plain(logits - 0.5 * torch.arange(1.0, 257).log(), targets)'), 'differs by '),
-    (loss_is('0.8 * plain(logits, targets) - 0.2 * logits.log_softmax(-1).mean(-1)'), 'as training takes it'),
+    (loss_is('0.8 * plain(logits, targets) - 0.2 * logits.log_softmax(-1).mean(-1)'), 'fulfills the contract'),
     (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss if targets is None else '
                     'loss + self.transformer.wpe.weight.square().sum()'), 'differs by '),
     ('import functools\ntorch.nn.functional.cross_entropy = functools.partial(\n'
      '    torch.nn.functional.cross_entropy, label_smoothing=0.1)', 'cross_entropy is not the plain one'),
     (PENALTY, 'the first step trains on a loss of '),
-    (LENGTH, 'as training takes it'),
+    (LENGTH, 'fulfills the contract'),
     (HIDDEN, 'transformer.h.0.scales holds parameters that are neither trained nor saved'),
     (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss and len(idx) * loss'),
      'another loss for the same sequences twice'),
@@ -358,7 +358,7 @@ model.GPT.__init__ = with_buffer
 def test_a_model_that_is_not_as_training_takes_it(report, code, words):
     status, text = report(code, '--dropout=0.2', '--only', 'model')
     assert words in text and status == ('STOPS' in words), text
-    assert ('warning: ' in text) == (words != 'as training takes it' and 'STOPS' not in words), text
+    assert ('warning: ' in text) == (words != 'fulfills the contract' and 'STOPS' not in words), text
 
 
 def test_products_are_not_recomputed(report):

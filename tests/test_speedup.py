@@ -258,7 +258,7 @@ def test_runs_of_different_code_are_named(tmp_path):
     assert notes() == []
     make(tmp_path, 'sophiag', 100, 2.8, seed=2, code={'loss.py': 'b', 'model.py': 'a'})
     (note,) = notes()
-    assert 'the runs are of different code (loss.py)' in note
+    assert 'the runs used different code (loss.py)' in note
     changed = make(tmp_path, 'sophiag', 100, 2.8, seed=3, changes=[dict(iter=40, key='code', files=['train.py'])])
     assert f'{changed}: its code was changed at iteration 40 (train.py)' in notes()
     assert judge(tmp_path)['same_T'][0]['seeds'] == 3

@@ -310,7 +310,7 @@ def test_a_state_that_a_checkpoint_would_lose_is_one_line_after_the_first_update
     flags = '--optimizer_name=mine', '--max_iters=2', '--eval_iters=1'
     if loses:
         message = rejection(main, tmp_path, *flags)
-        assert message.startswith('Momentum: a checkpoint would not bring back its state (state.state.0 is missing)')
+        assert message.startswith('Momentum: a checkpoint would not restore its state (state.state.0 is missing)')
         assert len(metrics(tmp_path, 'val/loss')) == 1 and not metrics(tmp_path)
     else:
         main(tmp_path, *flags)

@@ -1,4 +1,4 @@
-# GPT-2 30M on 20 tokens a parameter, 600M in all: minutes on one H100. A quarter of the run is warm-up.
+# GPT-2 30M on 20 tokens per parameter, 600M in all, which takes minutes on an H100. A quarter of the run is warm-up.
 out_dir = 'out/ladder/30m_20'
 model_size = '30M'
 total_batch_size = 64

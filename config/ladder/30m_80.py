@@ -1,4 +1,4 @@
-# GPT-2 30M on 80 tokens a parameter, 2.4B in all. A quarter of the run is warm-up.
+# GPT-2 30M on 80 tokens per parameter, 2.4B in all. A quarter of the run is warm-up.
 out_dir = 'out/ladder/30m_80'
 model_size = '30M'
 total_batch_size = 64

@@ -5,11 +5,11 @@
   python scripts/paper/final_losses.py out/sensitivity --grid gamma beta2
   python scripts/paper/final_losses.py out/max_lr --x learning_rate --by optimizer_name scale_attn_by_inverse_layer_idx
 
-docs/reproduce.md has the command of each figure. Runs that differ only in seed are averaged. Of several settings at one
-point or in one cell the best is drawn. Unfinished runs are left out.
+docs/reproduce.md has the command for each figure. Runs that differ only in seed are averaged. If several settings share
+a point or a cell, the best is drawn. Unfinished runs are left out.
 
-With --x learning_rate it prints each line's largest stable rate: its runs, one for each seed, and those at all lower
-rates end finite, each at most 0.5 above the lowest training loss seen up to its rate, both means over a tenth of a run.
+With --x learning_rate it prints each line's largest stable rate. A rate is stable if its runs, one per seed, and those
+at all lower rates end finite, at most 0.5 above the lowest training loss up to their rate (means over tenths of runs).
 """
 
 import math
@@ -30,23 +30,23 @@ X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'p
 MARGIN = 0.5  # nats of training loss within which a learning rate is stable
 
 
-def groups_at(runs, place):
-    """Return {place: groups of seeds, the lowest mean loss first}, sorted by place, a function of a run."""
+def groups_at(runs, key):
+    """Return {key(run): groups of seeds, the lowest mean loss first}, sorted by key."""
     found = {}
     for group in by_seed(runs):
-        found.setdefault(place(group[0]), []).append(group)
+        found.setdefault(key(group[0]), []).append(group)
     return {at: sorted(groups, key=lambda group: mean_final_loss(group)[0]) for at, groups in sorted(found.items())}
 
 
 def row_of(groups):
-    """Return what is known of the first of `groups`, a dict."""
+    """Return a dict that describes the first of `groups`."""
     run, (loss, sd) = groups[0][0], mean_final_loss(groups[0])
     return {'val/loss': loss, 'sd': sd, 'seeds': len(groups[0]), 'learning_rate': run.learning_rate,
             'max_iters': run.max_iters, 'run': str(run.out_dir), 'optimizer': run.optimizer_name, 'tried': len(groups)}
 
 
 def line_of(run, by):
-    """Return the label of a run's line: its values of the settings `by`, without those that its optimizer lacks."""
+    """Return the label of a run's line: its values of the settings `by`, as far as its optimizer has them."""
     sources = run.about.get('provenance', {})
     return ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{label_of(key)} {run.config[key]}'
                      for key in by if run.config[key] != 0
@@ -61,18 +61,18 @@ def x_of(run, x):
 
 
 def tenths(run):
-    """Return the mean training losses of the tenths of a run, the last one first."""
+    """Return the mean training loss of each tenth of a run, the last one first."""
     losses = run.series('train/loss')[1] or run.series('val/loss')[1]
     size = max(1, len(losses) // 10)
     return [statistics.mean(losses[max(0, end - size):end]) for end in range(len(losses), 0, -size)]
 
 
 def stable_rates(best, tried):
-    """Return a row for each line: its largest stable learning rate, and the lowest that is not stable, if any.
+    """Return a row for each line, with its largest stable learning rate and its lowest unstable one, if any.
 
     Args:
         best: {(line, learning rate): groups} of finished runs.
-        tried: (line, learning rate) of all runs, also of those that diverged.
+        tried: (line, learning rate) of all runs, including diverged ones.
     """
     rows = []
     for line in sorted({line for line, _ in tried}):
@@ -92,7 +92,7 @@ def stable_rates(best, tried):
 def draw_lines(rows, x):
     """Draw final loss against `x`, a line for each value of row['line']."""
     lines = list(dict.fromkeys(row['line'] for row in rows))
-    if len(lines) == len(rows) > 2:  # a point each: labeled on the axis, not by colors
+    if len(lines) == len(rows) > 2:  # one point per line, labeled on the axis instead of by color
         fig, (ax,) = figure(width=6.5, height=1.2 + 0.28 * len(rows))
         ordered = sorted(rows, key=lambda row: -row['val/loss'])
         ax.errorbar([row['val/loss'] for row in ordered], [row['line'] for row in ordered],
@@ -117,14 +117,14 @@ def draw_grid(runs, keys):
     """Return (figure, rows): final loss over the settings `keys` (rows, columns)."""
     labels = sorted({run.optimizer_label for run in runs})
     if len(labels) > 1:
-        raise SystemExit(f'--grid: runs of one optimizer, not of {", ".join(labels)}; scripts/speedup.py compares them')
+        raise SystemExit(f'--grid: needs runs of one optimizer, not {", ".join(labels)}; see scripts/speedup.py')
     best = {cell: row_of(groups) for cell, groups in groups_at(
         runs, lambda run: tuple(run.config[key] for key in keys)).items()}
     ys, xs = (sorted(set(values)) for values in zip(*best))
     grid = np.full((len(ys), len(xs)), np.nan)
     fig, (ax,) = figure()
     ax.grid(False)
-    ax.set_facecolor('0.93')  # of cells without a run
+    ax.set_facecolor('0.93')  # color of cells without a run
     for (y, x), row in best.items():
         i, j = ys.index(y), xs.index(x)
         grid[i, j] = row['val/loss']
@@ -144,7 +144,7 @@ def main(argv=None):
     parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
                         help='settings that make a line (default: optimizer_name)')
     parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
-    parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'), help='losses that lines are drawn for')
+    parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'), help='range of the loss axis')
     add_tuned(parser)
     args = parse(parser, argv)
     sizes = ['n_layer', 'n_head', 'n_embd'] if args.x == 'parameters' else []
@@ -153,16 +153,16 @@ def main(argv=None):
     if args.grid:
         fig, rows = draw_grid(runs, args.grid)
     else:
-        def place(run):
+        def key(run):
             return line_of(run, args.by), x_of(run, args.x)
 
-        best = groups_at(runs, place)
+        best = groups_at(runs, key)
         rows = [{'line': line, args.x: x, **row_of(groups)} for (line, x), groups in best.items()]
         fig = draw_lines(rows, args.x)
     print_table(rows, [key for key in rows[0] if key != 'run'])
     if args.x == 'learning_rate' and not args.grid:
         print()
-        print_table(stable_rates(best, {place(run) for run in found if run.is_trial}))
+        print_table(stable_rates(best, {key(run) for run in found if run.is_trial}))
     set_title(fig, args.title)
     if args.ylim:
         fig.axes[0].set_ylim(args.ylim)

@@ -57,13 +57,13 @@ def run_task(loaded, task, examples, draws):
     tokenizer, device = loaded.tokenizer, next(loaded.model.parameters()).device
     # One token more than the longest answer shows where the word ends.
     n = 1 + max(len(tokenizer.encode(f' {answer}')) for answer in task[-1])
-    room, accuracies, cut = loaded.model.config.block_size - n, [], 0
+    context, accuracies, cut = loaded.model.config.block_size - n, [], 0
     for exemplars in draws:
         right = 0
         for example in tqdm(examples, desc=f'{loaded.path} {task[0]}', disable=None):
             prompt = [int(i) for i in tokenizer.encode(make_prompt(task, exemplars, example))]
-            cut += len(prompt) > room
-            idx = torch.tensor([prompt[-room:]], device=device)
+            cut += len(prompt) > context
+            idx = torch.tensor([prompt[-context:]], device=device)
             ids = generate(loaded.model, idx, n, temperature=0)[0, idx.size(1):].tolist()
             end = ids.index(tokenizer.eot_id) if tokenizer.eot_id in ids else n
             right += read_answer(task, tokenizer.decode(ids[:end])) == example['label']
@@ -82,7 +82,7 @@ def main(argv=None):
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
     parser.add_argument('--output', type=local_path, default='superglue.csv', metavar='FILE.csv',
                         help='default: superglue.csv')
-    parser.add_argument('--data', default='aps/super_glue', help='on the Hub, or a copy (default: aps/super_glue)')
+    parser.add_argument('--data', default='aps/super_glue', help='on the Hub, or a path (default: aps/super_glue)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
     from datasets import load_dataset
@@ -97,7 +97,7 @@ def main(argv=None):
             with autocast(args.device, dtype_name(args)):
                 results = run_task(loaded, TASKS[name], examples, draws)
             table.append(dict(task=TASKS[name][0], checkpoint=path, examples=len(examples), **results))
-        write_csv(args.output, table)  # after each checkpoint, because it takes long
+        write_csv(args.output, table)  # written after each checkpoint, because each takes long
     print_table(table)
 
 
