@@ -120,4 +120,4 @@ def test_a_grid_shows_losses(tmp_path):
     assert cells == {(g, b): pytest.approx(3 + g + b) for g in (0.01, 0.02) for b in (0.95, 0.99)}
     make(tmp_path, 'adamw', 100, 3.5, lr=1e-3)
     message = rejection(final_losses.main, [str(tmp_path), '--grid', 'schedule', 'max_iters'])
-    assert 'not of AdamW, Sophia-H' in message
+    assert 'not AdamW, Sophia-H' in message
