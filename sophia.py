@@ -115,7 +115,7 @@ class Sophia(Optimizer):
         lr, hs = group['lr'], local(self.buffers(params, 'hessian'))
         if not self.warned and lr:  # a schedule may begin at 0
             self.warned = True
-            if not any(h.any() for h in hs):
+            if not any(state['hessian'].any() for state in self.state.values() if 'hessian' in state):
                 warn('Sophia.step() while h is 0 is sign momentum: there was no update_hessian() yet, or its estimates '
                      'were 0')
         if self.compile and not isinstance(lr, torch.Tensor):

@@ -94,6 +94,17 @@ def test_the_first_step_that_moves_without_an_estimate_warns():
         wrapped.step()
 
 
+@pytest.mark.filterwarnings('error:Sophia.step')
+def test_a_group_whose_h_is_0_does_not_warn():
+    """As of an adapter behind a matrix of zeros, if another group has an h."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = Sophia([dict(params=[p]) for p in params], lr=0.1)
+    optimizer.update_hessian([torch.zeros(2), torch.ones(2)])
+    for p in params:
+        p.grad = torch.ones(2)
+    optimizer.step()
+
+
 def test_the_defaults_are_the_papers_for_sophia_g():
     optimizer = Sophia([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     assert optimizer.defaults == dict(lr=1.0, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2)
