@@ -80,7 +80,7 @@ class Bin:
         return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
 
     def check_ids(self, tokens):
-        """Return `tokens`. SystemExit if an id is beyond the vocabulary."""
+        """Return `tokens`. Exit if an id is beyond the vocabulary."""
         top = int(tokens.max())
         if top >= self.vocab_size:
             raise SystemExit(f'{self.path}: token id {top} is beyond the vocabulary of {self.vocab_size}; '
@@ -100,7 +100,7 @@ class Bin:
 
 def read_meta(data_dir):
     """Return the dict of data_dir/meta.json, with the text of tokenizer.json as 'json'. Bins without a meta.json, such
-    as nanoGPT's, hold GPT-2's tokens. SystemExit if there is nanoGPT's meta.pkl."""
+    as nanoGPT's, hold GPT-2's tokens. Exit if there is nanoGPT's meta.pkl."""
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
         if path.with_suffix('.pkl').is_file():

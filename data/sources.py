@@ -128,7 +128,7 @@ def files_below(directory):
 
 
 def read(path, text_key):
-    """Yield the texts of a file, without nulls. SystemExit if its content is bad, OSError if the disk fails."""
+    """Yield the texts of a file, without nulls. Exit if its content is bad, OSError if the disk fails."""
     number, nulls = 0, 0
     try:
         for text in READERS[kind_of(path)](path, text_key):

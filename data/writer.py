@@ -46,7 +46,7 @@ class Corpus:
 
 
 def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
-    """Write a corpus to `out_dir` with `num_proc` worker processes and return the content of meta.json. SystemExit if
+    """Write a corpus to `out_dir` with `num_proc` worker processes and return the content of meta.json. Exit if
     `out_dir` holds other bins, unless `overwrite`."""
     out_dir = Path(out_dir)
     identity = {**tokenizer.meta, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
@@ -74,7 +74,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
 
 
 def find_existing(out_dir, identity):
-    """Return meta.json of the bins in `out_dir`, or None if they are incomplete. SystemExit if there are other bins."""
+    """Return meta.json of the bins in `out_dir`, or None if they are incomplete. Exit if there are other bins."""
     path = out_dir / 'meta.json'
     there = [file for file in (path, out_dir / 'train.bin', out_dir / 'val.bin') if file.exists()]
     meta = json.loads(path.read_text(encoding='utf-8')) if path in there else {}

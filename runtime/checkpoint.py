@@ -145,7 +145,7 @@ def load_checkpoint(path, weights=True, check=True):
 
 
 def load_newest(out_dir, weights=True):
-    """Load the newest readable checkpoint in `out_dir`, and warn of newer ones. SystemExit if none is readable."""
+    """Load the newest readable checkpoint in `out_dir`, and warn of newer ones. Exit if none is readable."""
     problems = []
     for path in checkpoints(out_dir):
         try:
@@ -173,7 +173,7 @@ def clean_state_dict(weights):
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
     """Lock `out_dir` for this run, unless `read_only`, and load the checkpoint from which the run must or may resume.
-    Return (path, state); (None, None) without one. SystemExit if the run would overwrite checkpoints."""
+    Return (path, state); (None, None) without one. Exit if the run would overwrite checkpoints."""
     out_dir, path, state = Path(out_dir), None, None
     with world.exit_together():
         if world.is_master:

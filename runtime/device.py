@@ -26,7 +26,7 @@ GPUS = {'MIG': None, 'Laptop': None, 'B200': (2250e12, 180), 'H200 NVL': (835e12
 
 
 def check_device(device):
-    """Return `device` as a torch.device. SystemExit if it does not work here."""
+    """Return `device` as a torch.device. Exit if it does not work here."""
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
@@ -47,7 +47,7 @@ def device_defaults(device):
 
 
 def can_compile(device):
-    """Return whether torch.compile finds Python's headers and a compiler: for CUDA one of C, else of C++."""
+    """Return whether torch.compile finds Python's headers and a compiler, C for CUDA and else C++."""
     compiler = shutil.which(os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++'))
     if device.startswith('cuda'):
         compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')

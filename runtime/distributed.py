@@ -115,7 +115,7 @@ class World:
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False))
         for block in blocks:
-            if compile:  # inside FSDP's hooks
+            if compile:  # before FSDP adds its hooks
                 block.forward = torch.compile(block.forward)
             fully_shard(block, **options)
         model = fully_shard(model, **options)

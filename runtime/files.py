@@ -48,7 +48,7 @@ def atomic_write(path, mode='wb', sync=False):
 
 
 def lock(path):
-    """Lock the file `path`. Return it open, because closing it ends the lock. SystemExit if another process has it."""
+    """Lock the file `path`. Return it open, because closing it ends the lock. Exit if another process has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open('a+', encoding='utf-8')
     try:

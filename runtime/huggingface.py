@@ -10,7 +10,7 @@ from runtime.files import one_line
 
 def load_gpt2(cls, config_class, name, block_size=None, dropout=0.0):
     """Load the GPT-2 `name`, one of gpt.HUB_MODELS or a folder, as a model `cls` with a config `config_class` and the
-    first `block_size` positions, by default all. SystemExit if the model cannot represent it."""
+    first `block_size` positions, by default all. Exit if the model cannot represent it."""
     theirs = load_transformer(name)
     c, weights = theirs.config, theirs.state_dict()
     supported = dict(activation_function=[*gpt.ACTIVATIONS], n_inner=[None, 4 * c.n_embd], layer_norm_epsilon=[1e-5],

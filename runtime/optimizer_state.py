@@ -59,10 +59,10 @@ def record_construction(optimizer):
 
 
 def to_save(optimizer, names, sharded):
-    """Return (state, shards): the state_dict of `optimizer` in plain containers, and its DTensors by name, replaced in
-    the former by tensors on the device 'meta'. Parameters have names, from `names`, {parameter: name}, not numbers.
-    Added are their `shapes` and the values with which the groups were `built`. SystemExit for values that a checkpoint
-    cannot hold and, if `sharded`, for tensors that may differ between ranks."""
+    """Return (state, shards): the optimizer's state_dict in plain containers, and its DTensors by name, which `state`
+    has as tensors on the device 'meta'. `names`, {parameter: name}, replaces the parameters' numbers. The state also has
+    their `shapes` and the values with which the groups were `built`. Exit if a checkpoint cannot hold a value or, if
+    `sharded`, if a tensor may differ between ranks."""
     shards, params = {}, parameters(optimizer)
     state = dict(renamed(optimizer.state_dict(), dict(enumerate(names[p] for p in params))),
                  shapes={names[p]: tuple(p.shape) for p in params}, built=optimizer.construction)
@@ -128,7 +128,7 @@ def as_saved(loaded, saved):
 
 
 def spread(value, like):
-    """Shard a whole tensor as `like` is sharded, if it has its shape, without communication; else return `value`."""
+    """Return the tensor `value` sharded like `like` if the shapes agree, else unchanged. Needs no communication."""
     if is_sharded(like) and value.shape == like.shape:
         from torch.distributed.tensor import distribute_tensor
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

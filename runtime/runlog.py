@@ -82,9 +82,9 @@ class RunLog:
 
 
 def start_wandb(path, values):
-    """Start a run in Weights & Biases, or continue that in wandb_id.txt next to metrics.jsonl, `path`, and send lines
-    that a killed process has not sent: offline all, because `wandb sync` replaces the run. The x-axis is the iteration,
-    because wandb's step must never fall, and resumed runs repeat iterations."""
+    """Start a run in Weights & Biases, or continue the one in wandb_id.txt next to metrics.jsonl, `path`. Send lines
+    that a killed process has not sent, or all of them offline, because `wandb sync` replaces the run. The x-axis is the
+    iteration, because wandb's own step must not fall and resumed runs repeat iterations."""
     from wandb import init
     id_path = path.with_name('wandb_id.txt')
     run_id = id_path.read_text(encoding='utf-8').strip() if id_path.is_file() else ''

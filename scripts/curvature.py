@@ -42,7 +42,7 @@ from runtime.files import one_line_errors
 from scripts.load import load, open_bins
 from sophia import Sophia, hutchinson
 
-SEED = 1  # of sequences, labels and vectors
+SEED = 1  # seeds sequences, labels and vectors
 
 
 def flat(tensors):

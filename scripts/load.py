@@ -74,7 +74,7 @@ def load(path, device='cpu', tokenizer=None, training=False):
 
 def chosen_tokenizer(name, meta, path):
     """Return the tokenizer of --tokenizer=`name` or else of `meta`, with which the model at `path` was trained; None
-    without both. SystemExit if they differ."""
+    without both. Exit if they differ."""
     if name:
         folder = Path(expanded(name, '--tokenizer='))
         named = read_meta(folder) if (folder / 'train.bin').is_file() else tokenizers.get_tokenizer(name).meta
