@@ -106,7 +106,7 @@ def gnb_diagonal(model, params, sequences):
     for predictions, g, true in draw_gradients(model, params, sequences):
         found.add(g ** 2, predictions)
         gradient, square = gradient + true, square + true.square().sum().item() / len(sequences)
-    signal = max(1e-30, (gradient.square().sum().item() / found.N - square) / (found.N - 1))  # unbiased
+    signal = (gradient.square().sum().item() / found.N - square) / (found.N - 1)  # unbiased, so it may be negative
     return found, signal / (square - signal)
 
 

@@ -156,6 +156,7 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--init_from=gpt2'], '--init_from=gpt2: set --learning_rate; the table is for training from scratch'),
     (['--init_from=gtp2'], '--init_from=gtp2: must be scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl'),
     (['--n_head=5'], '--n_head=5: must be a divisor of n_embd = 768'),
+    (['--eval_sequences=-1'], '--eval_sequences=-1: must be at least 0'),
     (['--dtype=int8'], '--dtype=int8: must be one of float32, bfloat16, float16'),
     (['--parallel=fsdp', '--dtype=float16'], '--dtype=float16: must be bfloat16 or float32 for --parallel=fsdp'),
 ])

@@ -55,6 +55,6 @@ def test_advice_on_gamma_comes_once_after_the_warm_up_and_the_first_estimates(un
         config=SimpleNamespace(warmup_iters=warmup, hessian_interval=interval, beta2=0.5), state=state,
         log=SimpleNamespace(advised=False, print=lambda line: printed.append((state.iter, line))))
     for state.iter in range(8):
-        guards.advise(run, {} if state.iter == 3 else dict(update_unclipped=unclipped if state.iter != 4 else 0.3))
+        guards.advise(run, {} if state.iter == 3 else dict(update_unclipped=unclipped if state.iter != 4 else 0.9))
     (iteration, advice), = printed
     assert iteration == 5 and f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until' in advice

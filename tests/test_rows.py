@@ -217,6 +217,18 @@ def test_optimizers_of_libraries_that_do_not(name, message):
     assert message in found and name.partition(':')[2] in found
 
 
+def test_a_combined_optimizer_returns_the_loss_of_its_closure():
+    p, q = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.tensor(3.0))
+    optimizer = optim.CombinedOptimizer(torch.optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.2))
+
+    def closure():
+        loss = p * q
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 6 and [p.item(), q.item()] == pytest.approx([2 - 0.3, 3 - 0.4])
+
+
 def settings(*flags):
     return program.resolve([*TINY, *flags])
 

@@ -3,7 +3,9 @@
 import importlib
 import os
 import re
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, rejection
@@ -43,3 +45,11 @@ def test_the_last_words_of_a_program_are_its_exceptions(text, words):
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_every_program_says_so(name):
     assert hasattr(importlib.import_module(name).main, '__wrapped__')
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_every_program_finds_the_repository(name, monkeypatch):
+    """`python scripts/NAME.py` puts the script's directory on sys.path, and not the repository."""
+    monkeypatch.setattr(sys, 'path', [place for place in sys.path if Path(place).resolve() != ROOT])
+    runpy.run_path(str(ROOT / f'{name.replace(".", "/")}.py'))
+    assert str(ROOT) in sys.path

@@ -24,6 +24,12 @@ def test_a_log_takes_lists_of_finite_numbers(tmp_path):
     assert record.series('a') == ([], [])  # a plot leaves them out
 
 
+def test_the_time_that_is_left_counts_all_later_iterations():
+    log = runlog.RunLog(None, dict(max_iters=7300), enabled=True)
+    line = log.progress_line(99, {'train/loss': 1.0, 'lr': 0.1, 'grad_norm': 1.0, 'step_ms': 2e3, 'tokens_per_sec': 1})
+    assert line.endswith(', ETA 4:00:00')
+
+
 def test_a_line_that_a_full_disk_rejects_ends_no_run_and_leaves_no_part(tmp_path, capsys):
     path, (soft, hard) = tmp_path / 'log', resource.getrlimit(resource.RLIMIT_FSIZE)
     path.write_text('one\n')
