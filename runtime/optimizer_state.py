@@ -60,7 +60,7 @@ def record_construction(optimizer):
 
 def to_save(optimizer, names, sharded):
     """Return (state, shards): the optimizer's state_dict in plain containers, and its DTensors by name, which `state`
-    has as tensors on the device 'meta'. `names`, {parameter: name}, replaces the parameters' numbers. The state also has
+    has as tensors on the device 'meta'. `names`, {parameter: name}, replaces the parameters' numbers. It also has
     their `shapes` and the values with which the groups were `built`. Exit if a checkpoint cannot hold a value or, if
     `sharded`, if a tensor may differ between ranks."""
     shards, params = {}, parameters(optimizer)
