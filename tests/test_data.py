@@ -530,6 +530,9 @@ def test_the_files_of_a_directory(tmp_path, capsys):
     assert sources.expand([folder]) == [folder / name for name in ('a.jsonl.gz', 'b/1.TXT', 'b/2.txt', 'c.txt')]
     assert capsys.readouterr().out.startswith(
         f'{folder}: 4 files read, 6 left out (.json.gz, LICENSE, .md, .gz, .parquet.gz); .txt, .jsonl')
+    (folder / 'z.pdf').touch()
+    sources.expand([folder])
+    assert '7 left out (.json.gz, LICENSE, .md, .gz, .parquet.gz, …);' in capsys.readouterr().out
 
 
 def test_a_subdirectory_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
