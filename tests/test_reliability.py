@@ -138,7 +138,8 @@ def test_what_a_checkpoint_lacks_is_new_and_said(finished, tmp_path, monkeypatch
     first = started('--block_size=16')[1].transformer.wpe.weight
     assert torch.equal(first, weights['transformer.wpe.weight'][:16])
     assert '--n_layer=2: must be 1, as in the pretrained weights' in rejection(started, '--n_layer=2')
-    assert f'--block_size=64: must be at most 32, the positions that {path}' in rejection(started, '--block_size=64')
+    assert ('--block_size=64: must be at most 32, the number of position embeddings in '
+            f'{path}') in rejection(started, '--block_size=64')
 
     saved, path = state(finished()), tmp_path / 'ckpt_00000010.pt'
     padded = torch.cat([weights['lm_head.weight'], torch.ones(64, 32)])
