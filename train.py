@@ -273,7 +273,7 @@ def begin(c):
     """Return the `Run`, new or resumed, and its `TrainLoader`.
 
     The order matters: pretrained weights and a checkpoint decide the model's shape, the optimizer is built for the
-    model on its device, and a checkpoint is loaded into both. Nothing is written before all of this has succeeded.
+    model on its device, and a checkpoint is loaded into both. The log is opened last, when all of this has succeeded.
     """
     world = World(c.device, c.backend, c.parallel)
     devices.set_matmul_precision(c.dtype)
