@@ -55,26 +55,23 @@ def fresh_arms(runs):
 
 
 def fresh_table(runs):
-    """Return a row of texts for each arm and each comparison, for both losses: fresh seeds, mean, p, part C.
+    """Return a row of texts for each arm and each comparison of losses on other books: fresh seeds, mean, p, part C.
 
     The mean of a comparison has its 95 % interval. p is Holm's over the two planned comparisons; without correction for
     the two with part E's rate, which were added.
     """
-    rows, arms = [], fresh_arms(runs)
-    for place, key in LOSSES.items():
-        losses = {name: fresh_losses(runs, *arm, key) for name, arm in arms.items()}
-        for name, (long, half) in losses.items():
-            rows.append({'fresh seeds': name, 'loss on': place} | {
-                column: f'{loss:.3f}' for column, loss in by_column(long, half, mean(long.values())).items()})
-        tests = {(one, two): difference(list(losses[one][0].values()), list(losses[two][0].values()))
-                 for one in losses if one.startswith('Sophia-G') for two in ('Sign momentum', 'AdamW')}
-        corrected = holm([tests['Sophia-G', two]['p'] for two in ('Sign momentum', 'AdamW')])
-        for (one, two), test in tests.items():
-            long, half = (minus(*pair) for pair in zip(losses[one], losses[two]))
-            columns = signed(by_column(long, half, test['difference']))
-            p = corrected.pop(0) if one == 'Sophia-G' else test['p']
-            rows.append({'fresh seeds': f'{one} minus {two}', 'loss on': place,
-                         **columns, 'mean': interval(test), 'p': f'{p:.2f}'})
+    losses = {name: fresh_losses(runs, *arm, 'val/loss') for name, arm in fresh_arms(runs).items()}
+    rows = [{'fresh seeds': name} | {column: f'{loss:.3f}'
+                                     for column, loss in by_column(long, half, mean(long.values())).items()}
+            for name, (long, half) in losses.items()]
+    tests = {(one, two): difference(list(losses[one][0].values()), list(losses[two][0].values()))
+             for one in losses if one.startswith('Sophia-G') for two in ('Sign momentum', 'AdamW')}
+    corrected = holm([tests['Sophia-G', two]['p'] for two in ('Sign momentum', 'AdamW')])
+    for (one, two), test in tests.items():
+        long, half = (minus(*pair) for pair in zip(losses[one], losses[two]))
+        columns = signed(by_column(long, half, test['difference']))
+        p = corrected.pop(0) if one == 'Sophia-G' else test['p']
+        rows.append({'fresh seeds': f'{one} minus {two}', **columns, 'mean': interval(test), 'p': f'{p:.2f}'})
     columns = list(dict.fromkeys(column for row in rows for column in row))
     columns.sort(key=lambda column: column.startswith('T = '))
     return [{column: row.get(column) for column in columns} for row in rows]
