@@ -171,7 +171,7 @@ def help_text(path, defaults):
     for line in source.splitlines():
         code, _, comment = line.partition('  # ')
         key = code.partition(' = ')[0]
-        if section := re.match('# ([a-z].*)$', line):
+        if section := re.match('# ([a-z][a-z ,]*)$', line):
             rows.append(f'\n{section[1]}')
         elif key in declared:
             one = declared[key]

@@ -306,8 +306,11 @@ def unlisted_row(path):
 def build_optimizer(name, params, *, lr, compile=False, **settings):
     """Build the optimizer called `name` in the table on parameters or param groups. Missing settings come from
     the table. `compile` fuses Sophia's update with torch.compile. Gradients must be finite when it steps."""
+    if unknown := settings.keys() - {key for one in OPTIMIZERS.values() for key in one.settings}:
+        raise ValueError(f'build_optimizer: unknown settings {", ".join(sorted(unknown))}')
     chosen, groups = row(name), list(params)
     groups = groups if isinstance(groups[0], dict) else [dict(params=groups)]
+    groups = [dict(group, params=list(group['params'])) for group in groups]
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile)
     optimizer = chosen.build(groups, s)  # AttributeError if the row lacks a setting
@@ -320,7 +323,7 @@ def hessian_flops_per_token(settings, flops_per_token):
     """Return the FLOPs of Hessian estimates per training token, given the dict of a run's `settings` and the
     `flops_per_token` of forward and backward. An estimate costs the hook's `cost` times that per token."""
     hook, iterations = row(settings['optimizer_name']).hook, settings['max_iters']
-    estimates = sum(hook.is_due(i, settings['hessian_interval']) for i in range(iterations))
+    estimates = sum(hook.is_due(i, settings['hessian_interval']) for i in range(iterations)) if hook.cost else 0
     share = settings['hessian_batch_size'] / settings['total_batch_size']
     return hook.cost * share * estimates / iterations * flops_per_token
 
@@ -429,7 +432,7 @@ def check_settings(config):
     for key in (*unused(config), *({'optimizer_args'} - chosen.settings.keys())):
         if config.sources[key] == 'flag':
             raise SystemExit(f'--{key} has no effect with {name}; leave it out')
-    for key in {'hessian_interval', 'hessian_batch_size'} & chosen.settings.keys():
+    for key in ('hessian_interval', 'hessian_batch_size', 'eps') if 'hessian_interval' in chosen.settings else ():
         config.require(key, config.values[key] > 0, f'above 0 for {name}')
     products = chosen.hook.hessian_products
     config.require('parallel', config.parallel == 'ddp' or chosen.shards and not products, f'ddp for {name}, which '

@@ -184,21 +184,21 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
     """Estimate the diagonal of the Gauss-Newton matrix from labels that are sampled from the model (Algorithm 2).
 
     Args:
-        outputs: logits (…, V) with a graph, only at positions that count in the loss; or an iterable with the outputs
-            of each micro-batch, such as [(mu, log_sigma)] for a `distribution` that takes a tuple. A generator keeps
-            only one graph in memory at a time.
+        outputs: logits (…, V) with a graph, only at positions that count in the loss; or an iterable of micro-batches,
+            such as [(mu, log_sigma)] for a `distribution` of a tuple. A generator keeps one graph in memory at a time.
         optimizer: the optimizer that takes the estimate, or a list of its parameters in the same order. With FSDP it
             must have all trained parameters of the model, because the backward adds to the gradients of the others.
         distribution: function from outputs to the torch.distributions.Distribution whose mean negative log-likelihood
             is the loss, an exponential family in its natural parameter. Default: Categorical(logits=…), that is
             cross-entropy. For ½(f − y)²: lambda f: Normal(f, 1.0).
         group: process group that shares the mini-batch. Default: all ranks. Seed torch differently on each rank.
-        retain_graph: keep the graph, so that the loss can be differentiated from the same forward pass.
+        retain_graph: keep the graph for the gradient of the loss.
         by_parts, max_norm: see `GaussNewtonBartlett`; not in the paper.
 
-    Returns ĥ = B·ĝ⊙ĝ as a list, one tensor per parameter and None for frozen ones, where ĝ is the gradient of the mean
-    loss over all B predictions on the sampled labels. If B is 0, all are None, so that h stays.
-    """
+    Returns ĥ = B·ĝ⊙ĝ as a list, with None for frozen parameters, where ĝ is the gradient of the mean loss over all B
+    predictions on the sampled labels. If B is 0, all are None, so that h stays."""
+    if distribution and isinstance(outputs, tuple):
+        raise TypeError('gauss_newton_bartlett: a tuple is ambiguous; pass a list of micro-batches, [(mu, log_sigma)]')
     estimator = GaussNewtonBartlett(optimizer, by_parts, max_norm)
     check_seeds(estimator.params[0].device, group)
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:

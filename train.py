@@ -163,7 +163,7 @@ def derive(c, ranks):
     steps, rest = divmod(share, c.batch_size)
     c.require('batch_size', not rest, f'a divisor of {share}, the sequences of each device')
     c.require('gradient_accumulation_steps', c.gradient_accumulation_steps in (0, steps),
-              f'0 or {steps}, which is total_batch_size / (batch_size × devices)')
+              f'0 or {steps}: total_batch_size = {c.total_batch_size} / ({c.batch_size} × {ranks} devices)')
     c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
     optimizers.fit_estimate(c, ranks)
     overridden = c.sources['eval_iters'] == 'flag' and c.sources['eval_sequences'] != 'flag'

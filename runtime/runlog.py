@@ -85,7 +85,10 @@ def start_wandb(path, values):
     """Start a run in Weights & Biases, or continue the one in wandb_id.txt next to metrics.jsonl, `path`. Send lines
     that a killed process has not sent, or all of them offline, because `wandb sync` replaces the run. The x-axis is the
     iteration, because wandb's own step must not fall and resumed runs repeat iterations."""
-    from wandb import init
+    try:
+        from wandb import init
+    except ImportError:
+        raise SystemExit('--wandb_log=True: wandb is not installed; run pip install wandb') from None
     id_path = path.with_name('wandb_id.txt')
     run_id = id_path.read_text(encoding='utf-8').strip() if id_path.is_file() else ''
     run = init(project=values['wandb_project'], name=values['wandb_run_name'] or values['out_dir'], config=values,

@@ -150,6 +150,7 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
 
 @pytest.mark.parametrize('argv, message', [
     (['--optimizer_name=adamw', '--gamma=0.1'], '--gamma has no effect with adamw'),
+    (['--optimizer_name=sophiag', '--eps=0'], '--eps=0.0: must be above 0 for sophiag'),
     (['--optimizer_name=sophiag', '--hessian_interval=0'], '--hessian_interval=0: must be above 0 for sophiag'),
     (['--optimizer_name=sophiah', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for sophiah'),
     (['--model_size=540M', '--optimizer_name=lion'], 'Table 2 has no learning rate for lion at 540M'),
@@ -197,6 +198,8 @@ def test_help_lists_every_setting_with_its_comment(capsys):
     with pytest.raises(SystemExit):
         train.resolve(['--max_iters=7', '--help'])
     text = capsys.readouterr().out
+    assert re.findall('^([a-z].*)$', text.partition('= value):')[2], flags=re.M) == [
+        'output', 'wandb logging, optional', 'data', 'model', 'optimizer', 'schedule', 'system']
     for key in train.resolve([]).values:
         assert re.search(rf'^  --{key}=.*\S  +\S', text, flags=re.M), f'{key} has no comment in train.py'
 
@@ -205,7 +208,8 @@ def test_help_lists_every_setting_with_its_comment(capsys):
     (2, dict(batch_size=7), '--batch_size=7: must be a divisor of 240'),
     (1, dict(total_batch_size=1, batch_size=2), '--batch_size=2: must be a divisor of 1'),
     (7, dict(batch_size=8), 'default: total_batch_size = 480: must be a multiple of 7'),
-    (8, dict(batch_size=12, gradient_accumulation_steps=40), '--gradient_accumulation_steps=40: must be 0 or 5')])
+    (8, dict(batch_size=12, gradient_accumulation_steps=40),
+     '--gradient_accumulation_steps=40: must be 0 or 5: total_batch_size = 480 / (12 × 8 devices)')])
 def test_batch_sizes_that_do_not_fit(ranks, settings, message):
     flags = [f'--{key}={value}' for key, value in settings.items()]
     assert message in rejection(train.resolve, flags, ranks)

@@ -199,6 +199,14 @@ def test_optimizers_of_libraries_that_train(name):
     first_step(name)
 
 
+def test_unknown_settings_are_rejected_and_generators_are_kept():
+    with pytest.raises(ValueError, match='unknown settings betas'):
+        build_optimizer('adamw', tiny_gpt().parameters(), lr=LR, betas=(0.5, 0.6))
+    model = tiny_gpt()
+    optimizer = build_optimizer('muon', [dict(params=model.parameters())], lr=LR)
+    assert {*optim.parameters(optimizer)} == {*model.parameters()}
+
+
 def test_a_learning_rate_that_is_a_tensor_is_filled():
     """A library's optimizer, or a compiled update, may hold on to it."""
     rate = torch.tensor(0.1)

@@ -387,6 +387,8 @@ MISUSE = {  # what → (error, its words)
     'a smaller estimate': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(3), torch.ones(5)]),
                            r'an estimate of shape \(3,\) for a parameter of shape \(5, 3\)'),
     'too few': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(5, 3)]), '1 estimates for 2'),
+    'a bare tuple': (lambda m, x: gauss_newton_bartlett((m(x), m(x)), m.parameters(), lambda f: Normal(*f)),
+                     r'a tuple is ambiguous; pass a list'),
     'no graph': (lambda m, x: gauss_newton_bartlett(m(x).detach(), m.parameters()), 'the outputs have no graph'),
     'a range': (lambda m, x: Sophia(m.parameters(), lr=0.1, eps=0.0), 'out of range: .* eps = 0.0'),
     'bfloat16': (lambda m, x: Sophia(m.bfloat16().parameters(), lr=0.1), 'keep float32 ones'),

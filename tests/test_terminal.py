@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import metrics
+from conftest import metrics, rejection
 
 from analysis.runs import RunRecord
 from runtime import runlog
@@ -79,6 +79,11 @@ def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp
         assert [call.args[0]['iter'] for call in run.log.mock_calls] == [*before, 0, 1, 2]
     runlog.RunLog(tmp_path, values, enabled=False)  # on another rank
     wandb.init.assert_called_once()
+
+
+def test_a_run_without_wandb_installed_ends_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    assert 'run pip install wandb' in rejection(runlog.start_wandb, tmp_path / 'metrics.jsonl', {})
 
 
 @pytest.mark.parametrize('call, sent', [('init', 0), ('define_metric', 0), ('log', 0), ('finish', 3)])
