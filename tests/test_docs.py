@@ -21,7 +21,7 @@ from records.fresh_h import results as fresh_h
 from records.rare_tokens import results as rare_tokens
 from records.sharpening import results as sharpening
 from records.small_batch import results as small_batch
-from records.studies import interval
+from records.studies import interval, part_of
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
@@ -144,6 +144,16 @@ def test_the_front_s_numbers_and_picture_are_of_the_records():
     written = list(csv.DictReader((ROOT / 'records/front.csv').open(encoding='utf-8')))
     assert [{key: text for key, text in row.items() if text} for row in written] == [
         {key: str(value) for key, value in row.items()} for row in front.draw()[1]]
+
+
+def test_the_front_counts_the_runs_and_has_the_gain_of_beta2():
+    runs = sum(len(path.read_text(encoding='utf-8').splitlines()) for path in (ROOT / 'records').rglob('runs.jsonl'))
+    assert f'{runs:,} logged runs' in read('README.md')
+    losses = {(run.optimizer_name, run.beta2): run.final_loss for mine in board.read().values() for run in sorted(
+        mine, key=lambda run: -run.final_loss) if part_of(run).startswith('ids_4') and run.weight_decay == 0.1}
+    gains = [losses[name, 0.95] - losses[name, 0.998] for name in ('adamw', 'muon', 'soap')]
+    assert f'loss of AdamW by {gains[0]:.2f}' in read('README.md')
+    assert {round(gain, 1) for gain in gains[1:]} == {0.3} and 'for their embeddings) by 0.3:' in read('README.md')
 
 
 def test_the_results_of_the_planned_tests_are_of_the_records():
