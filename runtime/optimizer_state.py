@@ -60,9 +60,8 @@ def record_construction(optimizer):
 
 def to_save(optimizer, names, sharded):
     """Return (state, shards): the optimizer's state_dict in plain containers, and its DTensors by name, which `state`
-    has as tensors on the device 'meta'. `names`, {parameter: name}, replaces the parameters' numbers. It also has
-    their `shapes` and the values with which the groups were `built`. Exit if a checkpoint cannot hold a value or, if
-    `sharded`, if a tensor may differ between ranks."""
+    has as tensors on the device 'meta'. `names`, {parameter: name}, replaces the parameters' numbers. It also has their
+    `shapes` and how the groups were `built`. Exit if a checkpoint cannot hold a value, or shards of one may differ."""
     shards, params = {}, parameters(optimizer)
     state = dict(renamed(optimizer.state_dict(), dict(enumerate(names[p] for p in params))),
                  shapes={names[p]: tuple(p.shape) for p in params}, built=optimizer.construction)
