@@ -101,6 +101,7 @@ class AdaHessian(SophiaSquared):
 
     A coordinate with v = 0 (no estimate yet, or all were 0) only decays, because m̂ / ε would be huge.
     State per parameter: `exp_avg` (m), `hessian` (v), and `step`, a float32 tensor (2,): step count, estimate count."""
+    rho = math.inf  # no clip
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, nonfinite='raise'):
         super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay, nonfinite=nonfinite)
@@ -128,16 +129,10 @@ class AdaHessian(SophiaSquared):
         # load_state_dict casts every state except 'step' to the parameter's dtype.
         return self.state[p].setdefault('step', torch.zeros(2, dtype=torch.float32))
 
-    def unclipped_fraction(self):
-        return None
-
 
 class SophiaUnclipped(Sophia):
     """The ablation "GNB without clipping": only ε bounds the update."""
     rho = math.inf
-
-    def unclipped_fraction(self):
-        return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -268,8 +263,7 @@ OPTIMIZERS = {
                 {'tiny': 2.4e-2}, 'our table', library='pytorch_optimizer:SOAP'),
     # Rows of a fork:
 }
-# Library optimizers that this loop cannot run → what to use instead
-INSTEAD = {
+INSTEAD = {  # library optimizers that this loop cannot run → what to use
     'torch:Muon': 'muon, which leaves all but the matrices of the blocks to AdamW',
     'torch:SparseAdam': 'adamw, because gradients here are dense',
     'torch:LBFGS': 'adamw, because a step here evaluates the loss once',
@@ -463,8 +457,8 @@ def optimizer_metrics(optimizer, model):
         if 'hessian' in optimizer.state.get(p, {}):
             kinds.setdefault(kind_of(name, p), []).append(optimizer.state[p]['hessian'])
     found.update({f'hessian_norm/{kind}': optim.global_norm(hs) for kind, hs in sorted(kinds.items())})
-    unclipped = optimizer.unclipped_fraction() if isinstance(optimizer, Sophia) else None
-    found |= {} if unclipped is None else dict(update_unclipped=unclipped)
+    if isinstance(optimizer, Sophia) and optimizer.rho < math.inf and found:
+        found['update_unclipped'] = optimizer.unclipped_fraction()
     return found | (optimizer.metrics() if hasattr(optimizer, 'metrics') else {})
 
 
