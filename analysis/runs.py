@@ -66,6 +66,13 @@ class RunRecord:
         """Return the run's settings with one of these roles as a dict."""
         return {key: value for key, value in self.config.items() if self.roles.get(key, 'tuned') in roles}
 
+    def lacks(self, key):
+        """Return whether the setting `key` is a placeholder, because the run's optimizer does not have it."""
+        sources = self.about.get('provenance')
+        if sources is None or self.config[key] != 0:  # a CSV file leaves the cell empty
+            return False
+        return sources.get(key, 'optimizer ').startswith(('optimizer ', 'not a setting'))  # older runs have no source
+
     def series(self, key, x='steps'):
         """Return the numbers measured for `key` as two lists (xs, ys). x: a key of AXES."""
         found = [line for line in self.lines if isinstance(line.get(key), (int, float))]

@@ -59,9 +59,7 @@ def trials(here):
         return f'{value:.5g}' if isinstance(value, float) else value
 
     def setting(run, key):
-        source = run.about['provenance'].get(key, 'optimizer ')  # a record that is older than the setting does not say
-        lacks = run.config[key] == 0 and source.startswith(('optimizer ', 'not a setting'))
-        return '' if lacks else text(run.config[key])
+        return '' if run.lacks(key) else text(run.config[key])
 
     runs = find_runs([here])
     keys = [key for key in sorted(runs[0].having('tuned', 'model', 'protocol', 'horizon')) if key not in DERIVED

@@ -47,10 +47,8 @@ def row_of(groups):
 
 def line_of(run, by):
     """Return the label of a run's line: its values of the settings `by`, as far as its optimizer has them."""
-    sources = run.about.get('provenance', {})
     return ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{label_of(key)} {run.config[key]}'
-                     for key in by if run.config[key] != 0
-                     or not sources.get(key, '').startswith(('optimizer ', 'not a setting')))
+                     for key in by if not run.lacks(key))
 
 
 def x_of(run, x):
