@@ -98,7 +98,7 @@ def argparser(doc, output, numbers='.csv', of_runs=False):
     parser = argument_parser(doc)
     parser.add_argument('--output', default=None if of_runs else f'out/{output}', type=png_path, metavar='FILE.png',
                         help=f'the picture; its numbers go next to it as {numbers} (default: '
-                             + (f'{output} beside the runs)' if of_runs else f'out/{output})'))
+                             + (f'{output} in the directory of the runs)' if of_runs else f'out/{output})'))
     if of_runs:
         parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
                             help='a run, a directory of runs, or a CSV file (docs/verdict.md)')

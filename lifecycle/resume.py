@@ -170,7 +170,7 @@ def adopt_model_args(c, args, data, at_least=0):
 
 
 def compare(path, saved, c, fingerprints, learning_rate_at):
-    """Compare the settings `c` and the data with those of the checkpoint `saved` from `path`.
+    """Compare the settings `c` and the data with the checkpoint `saved` from `path`.
 
     Returns (lines, changes). lines: the settings that differ, as text. changes: for config.json and later checkpoints,
     a list of dicts (iter, key, from, to) of all changes at this and earlier resumes, without harmless ones. A change of

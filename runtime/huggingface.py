@@ -20,7 +20,7 @@ def load_gpt2(cls, config_class, name, block_size=None, dropout=0.0):
             raise SystemExit(f'{name}: {key} = {getattr(c, key)!r} is not supported; it must be one of {values}')
     if not torch.equal(weights['lm_head.weight'], weights['transformer.wte.weight']):
         raise SystemExit(f'{name}: its output head is not tied to the embeddings, which is not supported')
-    # Hugging Face's GPT-2 always has biases. scripts/export_hf.py sets those of a model without biases to zero.
+    # Hugging Face's GPT-2 always has biases. For a model without biases, scripts/export_hf.py adds zeros.
     bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
     weights = {key: w.t().contiguous() if key.endswith(gpt.TRANSPOSED) else w for key, w in weights.items()
                if bias or not key.endswith('.bias')}

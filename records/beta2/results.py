@@ -1,4 +1,4 @@
-"""Results of this study, from runs.jsonl beside this file, as far as it goes.
+"""Results of this study, from runs.jsonl in this directory, as far as it goes.
 
   python records/beta2/results.py tables                                        the tables of README.md
   python records/beta2/results.py trials --output records/beta2/trials.csv      every run

@@ -1,4 +1,4 @@
-"""Results of this study, from runs.jsonl beside this file.
+"""Results of this study, from runs.jsonl in this directory.
 
   python records/board/results.py tables                                     the tables of README.md
   python records/board/results.py trials --output records/board/trials.csv   every run

@@ -1,4 +1,4 @@
-"""Results of this study, from runs.jsonl beside this file.
+"""Results of this study, from runs.jsonl in this directory.
 
   python records/dissection/results.py tables                                            the tables of README.md
   python records/dissection/results.py trials --output records/dissection/trials.csv    every run

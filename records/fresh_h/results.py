@@ -1,4 +1,4 @@
-"""Results of this study, from runs.jsonl beside this file.
+"""Results of this study, from runs.jsonl in this directory.
 
   python records/fresh_h/results.py tables                                            the tables of README.md
   python records/fresh_h/results.py trials --output records/fresh_h/trials.csv        every run

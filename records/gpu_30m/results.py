@@ -1,4 +1,4 @@
-"""Results of this study, from runs.jsonl beside this file.
+"""Results of this study, from runs.jsonl in this directory.
 
   python records/gpu_30m/results.py tables                                              the tables of README.md
   python records/gpu_30m/results.py trials --output records/gpu_30m/trials.csv          every run

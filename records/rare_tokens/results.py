@@ -1,4 +1,4 @@
-"""Results of this study, from runs.jsonl beside this file.
+"""Results of this study, from runs.jsonl in this directory.
 
   python records/rare_tokens/results.py tables                                              the tables of README.md
   python records/rare_tokens/results.py trials --output records/rare_tokens/trials.csv      every run

@@ -1,4 +1,4 @@
-"""Results of this study, from runs.jsonl beside this file.
+"""Results of this study, from runs.jsonl in this directory.
 
   python records/sharpening/results.py tables                                               the tables of README.md
   python records/sharpening/results.py trials --output out/sharpening.csv                   every run

@@ -1,4 +1,4 @@
-"""Results of this study, from runs.jsonl and bands.jsonl beside this file.
+"""Results of this study, from runs.jsonl and bands.jsonl in this directory.
 
   python records/small_batch/results.py tables                                          the tables of README.md
   python records/small_batch/results.py trials --output records/small_batch/trials.csv  every run

@@ -1,4 +1,4 @@
-"""Trials of this study, from runs.jsonl beside this file.
+"""Trials of this study, from runs.jsonl in this directory.
 
   python records/study/results.py trials --output records/study/trials.csv
 """
