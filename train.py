@@ -252,14 +252,14 @@ def set_up(c, world, model):
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = make_optimizer(c, model)
     params = [p for p in model.parameters() if p.requires_grad]
-    guards.check_parameters(optimizer, model)
     hessian = optimizers.row(c.optimizer_name).hook(
         model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         parts=c.hessian_parts, clip=c.hessian_clip, rank=world.rank, world_size=world.size, autocast=autocast,
         compile=c.compile)
     scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
     return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params,
-               torch.compile(cross_entropy) if c.compile else cross_entropy)
+               torch.compile(cross_entropy) if c.compile else cross_entropy,
+               rest=Rest(make_optimizer(c, model), {*model.state_dict()}))
 
 
 def make_optimizer(c, model):
@@ -288,9 +288,8 @@ def begin(c):
     run = set_up(c, world, model)
     origin.restore(run)
     run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
-    run.rest = Rest(dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
-                         code=origin.code, model_seed=origin.seed),
-                    None if c.eval_only else make_optimizer(c, model), {*model.state_dict()})
+    run.rest.about = dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
+                          code=origin.code, model_seed=origin.seed)
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          run.state.iter)
     with world.exit_together():
@@ -440,20 +439,19 @@ def train(c):
     run, loader = begin(c)
     world, state, stops = run.world, run.state, run.stops
     speed = Speed(flops_per_token(run.raw_model), world)
-    if c.eval_only:
-        evaluate_and_save(run)
-    else:
+    if not c.eval_only:
         build_buckets(run, loader.first()[:c.batch_size])
 
-    while not stops.stopping and not c.eval_only:
+    while not stops.stopping:
         lr = learning_rate_at(c, state.iter)
         optim.set_learning_rate(run.optimizer, lr)
 
         # Evaluate on the validation set and save, every eval_interval iterations and at the end.
         last = state.iter >= c.max_iters
-        if (last or state.iter % c.eval_interval == 0) and state.last_eval_iter != state.iter:
+        due = (last or state.iter % c.eval_interval == 0) and state.last_eval_iter != state.iter
+        if due or c.eval_only:
             evaluate_and_save(run)
-        if last or stops.stopping:
+        if last or stops.stopping or c.eval_only:
             break
 
         started = time.perf_counter()

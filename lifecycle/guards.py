@@ -19,19 +19,16 @@ def check_validation(val_data):
                          'val/loss would not be their mean; add a set with weight=0, or with --dataset=A:1,B:0')
 
 
-def check_parameters(optimizer, model):
-    """Exit unless the optimizer has all trainable parameters of `model`."""
-    mine = set(parameters(optimizer))
-    if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in mine]:
-        raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so it would not be trained; add it, or '
-                         'freeze it with requires_grad_(False)')
-
-
 def check_first_update(run):
-    """After the first update, exit unless a checkpoint would restore the optimizer's state and the model's buffers."""
+    """After the first update, exit unless it reached every trainable parameter, and a checkpoint would restore the
+    optimizer's state and the model's buffers."""
     if run.rest.fresh is None:
         return
     with run.world.exit_together():
+        trained = set(parameters(run.optimizer))
+        if missing := [name for name, p in run.raw_model.named_parameters() if p.requires_grad and p not in trained]:
+            raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so it would not be trained; add it, '
+                             'or freeze it with requires_grad_(False)')
         if differing := sorted(run.rest.names ^ {*run.raw_model.state_dict()}):
             raise SystemExit(f"{differing[0]}: the model's state_dict has it only before or only after the first step, "
                              'so the run could not be resumed; register it in the constructor, or with '

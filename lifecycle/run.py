@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from runtime.signals import NOT_FINITE, STOPPED
 @dataclass
 class Rest:
     """The fields of a run that only lifecycle/ uses."""
-    about: dict  # for checkpoints: model_args, data, tokenizer, code, …
     fresh: Any  # an optimizer without a state; None after the check of the first update
     names: set  # the keys of the model's state_dict before the first step
+    about: dict = field(default_factory=dict)  # for checkpoints: model_args, data, tokenizer, code, …
     saved: bool = True  # whether the latest due checkpoint was saved
 
 
@@ -95,18 +95,18 @@ def not_finite(**numbers):
 def check_step(run, step):
     """Check the first update, count the steps whose update was skipped, and end the run after too many of them."""
     c, state = run.config, run.state
-    if not step.problem:
-        guards.check_first_update(run)
-        state.skipped_in_a_row = 0
-        state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
+    if step.problem:
+        state.skipped_in_a_row += 1
+        overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # float16's loss scale was too large
+        allowed = max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite
+        if state.skipped_in_a_row > allowed:
+            abort(run, step.problem, f', or skip it with --skip_nonfinite={state.skipped_in_a_row}')
+        if not overflow:
+            run.log.print(f'iter {state.iter}: {step.problem}; skipped')
         return
-    state.skipped_in_a_row += 1
-    overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # float16's loss scale was too large
-    allowed = max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite
-    if state.skipped_in_a_row > allowed:
-        abort(run, step.problem, f', or skip it with --skip_nonfinite={state.skipped_in_a_row}')
-    if not overflow:
-        run.log.print(f'iter {state.iter}: {step.problem}; skipped')
+    state.skipped_in_a_row = 0
+    state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
+    guards.check_first_update(run)
 
 
 def abort(run, problem, otherwise=''):
