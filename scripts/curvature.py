@@ -15,9 +15,8 @@ describes the diagonal. The table has a row for each KIND of hessian_norm/KIND:
   log_corr          correlation of log h of the run and of the low-noise h
   scale             sum of the run's h, which begins at 0, over the sum of the low-noise h
 
-A second table is about the whole model: signal_over_noise of one sequence's gradient; level, the sum of the weights of
-the estimates in h; averaged, the number of equally weighted estimates with as much noise as h; mean_age of the
-estimates in iterations.
+A second table is about the whole h: level, the sum of the weights of its estimates; averaged, the number of equally
+weighted estimates with as much noise; mean_age of the estimates in iterations.
 
 More parts help if noise_of_h is large, say above 0.3. If it is small and log_corr is well below agreement, h is stale,
 and a lower β2 helps.
@@ -57,17 +56,14 @@ def log_correlation(a, b):
 
 
 def draw_gradients(model, params, sequences):
-    """Yield for each sequence (T + 1,) its prediction count, and the gradients of its summed losses on sampled labels
-    and on the true labels."""
+    """Yield for each sequence (T + 1,) its prediction count, and the gradient of its summed loss on sampled labels."""
     losses = Losses(model)
     hook = GNBHook(model, Sophia(params, 0.0), seed=SEED, interval=1, batch_size=1)
     for i, tokens in enumerate(sequences):
         X, Y = tokens[None, :-1].contiguous(), tokens[None, 1:].clone()  # GPT.forward may mask targets in place
         hook.start(i)
-        _, loss, loss_hat, predictions = losses(X, Y, **hook.labels(X, Y, slice(0, 1)))
-        yield predictions.item(), *(
-            flat(torch.autograd.grad(total, params, retain_graph=total is loss_hat, materialize_grads=True))
-            for total in (loss_hat, loss * predictions if predictions else loss_hat * 0))
+        *_, loss_hat, predictions = losses(X, Y, **hook.labels(X, Y, slice(0, 1)))
+        yield predictions.item(), flat(torch.autograd.grad(loss_hat, params, materialize_grads=True))
 
 
 class Diagonal:
@@ -100,14 +96,11 @@ class Diagonal:
 
 
 def gnb_diagonal(model, params, sequences):
-    """Return the `Diagonal` by Algorithm 2, and ‖E g‖² / E‖g − E g‖² for the gradient g of a sequence's summed
-    training loss."""
-    found, gradient, square = Diagonal(), 0, 0
-    for predictions, g, true in draw_gradients(model, params, sequences):
+    """Return the `Diagonal` by Algorithm 2."""
+    found = Diagonal()
+    for predictions, g in draw_gradients(model, params, sequences):
         found.add(g ** 2, predictions)
-        gradient, square = gradient + true, square + true.square().sum().item() / len(sequences)
-    signal = (gradient.square().sum().item() / found.N - square) / (found.N - 1)  # unbiased, so it may be negative
-    return found, signal / (square - signal)
+    return found
 
 
 def hutchinson_diagonal(model, params, sequences):
@@ -180,8 +173,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, training=True)
     model, config = loaded.model, loaded.state.get('config', {})
-    if not config.get('dataset'):
-        raise SystemExit(f'{args.checkpoint}: does not name its data set; give a checkpoint of train.py')
     torch.manual_seed(SEED)
     data = Mixture(open_bins(loaded, None, 'train'))
     loader = TrainLoader(data, SEED, args.sequences, model.config.block_size, 0, 1, args.device)
@@ -192,7 +183,7 @@ def main(argv=None):
     whole = dict(iteration=loaded.state['iter_num'], sequences=args.sequences)
     size, parts, h, run = 1, 1, None, None
     if args.estimator == 'gnb':
-        diagonal, whole['signal_over_noise'] = gnb_diagonal(model, params, sequences)
+        diagonal = gnb_diagonal(model, params, sequences)
         size, parts = config.get('hessian_batch_size') or 16, config.get('hessian_parts') or 1
         h = h_of_run(loaded, names)
     else:

@@ -105,7 +105,7 @@ def open_bins(loaded, dataset, split):
     """Open the Bins of a split of `dataset`, by default `loaded`'s. A mixture has several."""
     dataset = dataset or loaded.state.get('config', {}).get('dataset')
     if not dataset:
-        raise SystemExit(f'{loaded.path}: does not name its data set; pass --dataset')
+        raise SystemExit(f'{loaded.path}: does not name its data set; pass --dataset, or a checkpoint of train.py')
     bins = [Bin(data_dir(name), split, share, loaded.model.config.block_size)
             for name, share in parts_of(dataset).items() if share or split != 'train']
     for data in bins:

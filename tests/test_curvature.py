@@ -33,15 +33,15 @@ def test_only_the_h_of_sophia_g_is_judged(tmp_path, name, known):
 
 def test_a_model_without_a_data_set_is_rejected(monkeypatch, gpt):
     monkeypatch.setattr(curvature, 'load', lambda *_, **__: Loaded('gpt2', gpt[0], None))
-    assert 'gpt2: does not name its data set; give a checkpoint' in rejection(curvature.main, ['gpt2', '--device=cpu'])
+    assert 'gpt2: does not name its data set' in rejection(curvature.main, ['gpt2', '--device=cpu'])
 
 
 @pytest.mark.parametrize(('size', 'parts'), [(1, 1), (4, 1), (4, 2), (4, 4)])
 def test_the_noise_of_an_estimate_by_parts(monkeypatch, size, parts):
     """Computed from the moments of single gradients, here coin tosses and normals, it agrees with many estimates."""
     gs = torch.cat([torch.randn(40_000, 1), 2.0 * torch.randint(2, (40_000, 1)) - 1], 1)
-    monkeypatch.setattr(curvature, 'draw_gradients', lambda *_: ((3, g, g) for g in gs[:4000]))
-    gradients, _ = gnb_diagonal(None, None, torch.zeros(4000, 4))
+    monkeypatch.setattr(curvature, 'draw_gradients', lambda *_: ((3, g) for g in gs[:4000]))
+    gradients = gnb_diagonal(None, None, torch.zeros(4000, 4))
     estimates = (gs.view(-1, parts, size // parts, 2).sum(2) ** 2).sum(1) / size
     torch.testing.assert_close(sum(gradients.halves) * 3, estimates.mean(0), rtol=0.1, atol=0)
     for at in (slice(0, 1), slice(1, 2), slice(None)):
@@ -56,19 +56,10 @@ def test_masked_targets_are_left_out(gpt):
     model.forward = lambda idx, targets: forward(idx, targets.masked_fill_(targets == 3, -1))
     found = [*draw_gradients(model, params, sequences)]
     assert torch.equal(sequences, before)
-    assert [count for count, *_ in found] == (sequences[:, 1:] != 3).sum(1).tolist()
-    gradients, _ = gnb_diagonal(model, params, sequences)
-    expected = sum(g ** 2 for _, g, _ in found) / sum(count for count, *_ in found)
+    assert [count for count, _ in found] == (sequences[:, 1:] != 3).sum(1).tolist()
+    gradients = gnb_diagonal(model, params, sequences)
+    expected = sum(g ** 2 for _, g in found) / sum(count for count, _ in found)
     torch.testing.assert_close(sum(gradients.halves), expected)
-
-
-def test_signal_over_noise(gpt):
-    model, sequences = gpt
-    params = list(model.double().parameters())
-    true = torch.stack([t for *_, t in draw_gradients(model, params, sequences)])
-    noise = true.var(0).sum().item()
-    signal = true.mean(0).square().sum().item() - noise / len(true)
-    assert gnb_diagonal(model, params, sequences)[1] == pytest.approx(signal / noise, rel=1e-3)
 
 
 def test_entries_that_are_0_have_no_logarithm():
