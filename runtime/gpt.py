@@ -45,15 +45,6 @@ def model_args(config):
             if key in NANOGPT_ARGS or key not in defaults or value != defaults[key]}
 
 
-def without_values(cls, config):
-    """Return a model `cls(config)` for counts, on the device 'meta' unless its constructor needs values."""
-    try:
-        with torch.device('meta'):
-            return cls(config)
-    except Exception:  # Missing values raise errors of many classes.
-        return cls(config)
-
-
 def with_weights(cls, config, weights):
     """Return a model `cls(config)` with the state_dict `weights`. RuntimeError if they do not fit."""
     model = cls(config)

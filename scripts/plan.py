@@ -17,6 +17,8 @@ import sys
 from dataclasses import astuple
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from data.loader import first_dir, read_meta
@@ -47,7 +49,7 @@ def memory(c, shape, ranks=1):
     The peak is in the head's backward pass after the first micro-batch, with all activations and gradients.
     """
     half = devices.DTYPES[c.dtype].itemsize
-    P, blocks, matrices = number_of_parameters(*astuple(shape))
+    P, blocks, matrices, _ = counts(*astuple(shape))
     block, root, sharded = blocks // shape.n_layer, P - blocks, ranks if c.parallel != 'ddp' else 1
     numbers = STATES.get(c.optimizer_name, 2) * P
     if c.optimizer_name == 'muon':
@@ -86,11 +88,14 @@ def memory(c, shape, ranks=1):
 
 
 @functools.cache
-def number_of_parameters(*shape):
-    """Count the parameters of a GPT, its blocks, and the blocks' matrices. `shape`: GPTConfig's fields."""
-    model = gpt.without_values(GPT, GPTConfig(*shape))
+def counts(*shape):
+    """Count the parameters of a GPT, its blocks and the blocks' matrices, and FLOPs per token. `shape`: GPTConfig's
+    fields."""
+    with torch.device('meta'):
+        model = GPT(GPTConfig(*shape))
     blocks = list(model.transformer.h.parameters())
-    return gpt.num_params(model), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2)
+    return (gpt.num_params(model), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2),
+            gpt.flops_per_token(model))
 
 
 def largest_micro_batch(c, shape, ranks, limit):
@@ -114,13 +119,13 @@ def number(x):
 
 def plan(c, shape, args):
     """Print the plan of the settings `c`."""
-    model, optimizer, limit = gpt.without_values(GPT, shape), row(c.optimizer_name), args.limit
-    per_token, tokens = gpt.flops_per_token(model), c.total_batch_size * c.block_size
+    optimizer, limit, tokens = row(c.optimizer_name), args.limit, c.total_batch_size * c.block_size
+    parameters, *_, per_token = counts(*astuple(shape))
     hessian = tokens * hessian_flops_per_token(c.values, per_token)
     flops = tokens * per_token + hessian
     seconds = flops / (args.gpus * args.flops * args.mfu)
     hours = seconds * c.max_iters / 3600
-    print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {shape.vocab_size:,} ids, '
+    print(f'{c.out_dir}: {c.optimizer_name}, {parameters:,} parameters, {shape.vocab_size:,} ids, '
           f'{number(flops / 1e12)} TFLOPs a step, {hessian / flops:.1%} of them for the Hessian\n  {number(seconds)} s '
           f'a step; {c.max_iters:,} steps take {number(hours)} hours, {number(hours * args.gpus)} GPU-hours')
     if c.optimizer_name not in STATES:
