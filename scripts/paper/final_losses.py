@@ -45,17 +45,13 @@ def row_of(groups):
             'max_iters': run.max_iters, 'run': str(run.out_dir), 'optimizer': run.optimizer_name, 'tried': len(groups)}
 
 
-def line_of(run, by):
-    """Return the label of a run's line: its values of the settings `by`, as far as its optimizer has them."""
-    return ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{label_of(key)} {run.config[key]}'
+def place_of(run, by, x):
+    """Return (the label of a run's line: its values of the settings `by` that its optimizer has, its x-value)."""
+    line = ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{label_of(key)} {run.config[key]}'
                      for key in by if not run.lacks(key))
-
-
-def x_of(run, x):
-    """Return a run's value on the x-axis."""
     if x == 'flops':
-        return run.series('val/loss', 'flops')[0][-1]
-    return run.about['parameters'] if x == 'parameters' else run.config[x]
+        return line, run.series('val/loss', 'flops')[0][-1]
+    return line, run.about['parameters'] if x == 'parameters' else run.config[x]
 
 
 def tenths(run):
@@ -151,16 +147,13 @@ def main(argv=None):
     if args.grid:
         fig, rows = draw_grid(runs, args.grid)
     else:
-        def key(run):
-            return line_of(run, args.by), x_of(run, args.x)
-
-        best = groups_at(runs, key)
+        best = groups_at(runs, lambda run: place_of(run, args.by, args.x))
         rows = [{'line': line, args.x: x, **row_of(groups)} for (line, x), groups in best.items()]
         fig = draw_lines(rows, args.x)
     print_table(rows, [key for key in rows[0] if key != 'run'])
     if args.x == 'learning_rate' and not args.grid:
         print()
-        print_table(stable_rates(best, {key(run) for run in found if run.is_trial}))
+        print_table(stable_rates(best, {place_of(run, args.by, args.x) for run in found if run.is_trial}))
     set_title(fig, args.title)
     if args.ylim:
         fig.axes[0].set_ylim(args.ylim)
