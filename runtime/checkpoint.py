@@ -29,7 +29,7 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     with world.exit_together():
         saved_optimizer, shards = optimizer_state.to_save(optimizer, parameter_names(model), world.sharded)
     path, saved = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}', True
-    state = dict(state, best=best, optimizer=saved_optimizer,
+    state = dict(state, optimizer=saved_optimizer,
                  train_state=optimizer_state.map_tensors(state['train_state'], name='TrainState'))
     try:
         if world.sharded:
@@ -39,7 +39,8 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
             save_pt(path, dict(state, model=model.state_dict()))
         if world.is_master:
             if best:
-                name_best(path)
+                with atomic_write(path.with_name('best.txt'), 'w', sync=True) as f:
+                    f.write(f'{path.name}\n')
             prune(path.parent, number(path), keep)
     except OSError as error:
         saved = False
@@ -52,12 +53,6 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
 def parameter_names(model):
     """Return {parameter: name}, the first name of a tied one."""
     return {p: name for name, p in model.named_parameters()}
-
-
-def name_best(path):
-    """Make `path` the best checkpoint."""
-    with atomic_write(path.with_name('best.txt'), 'w', sync=True) as f:
-        f.write(f'{path.name}\n')
 
 
 def prune(out_dir, iteration, keep):
@@ -201,18 +196,12 @@ def claim(out_dir, must_resume, may_resume, read_only):
                          '--auto_resume=True, or choose another --out_dir')
     if not must_resume and not (may_resume and exist):
         return None, None
-    path, state = load_newest(out_dir, weights=False)
-    if state.get('best') and not read_only:
-        name_best(path)  # A kill may have come before best.txt was written.
-    return path, state
+    return load_newest(out_dir, weights=False)
 
 
 def load_tensors(path, state, model, optimizer, scaler):
     """Load the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler, without
     communication. RuntimeError or ValueError if something does not fit."""
-    if 'optimizer' not in state:
-        raise SystemExit(f'{path}: has no state of an optimizer; begin anew with its weights, --init_from={path} and '
-                         'another --out_dir')
     saved, names = state['optimizer'], parameter_names(model)
     if path.is_dir():
         from runtime import sharded

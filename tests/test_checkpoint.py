@@ -6,9 +6,7 @@ import json
 import os
 import pickle
 import stat
-import sys
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,11 +110,6 @@ def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
     for group in ours['param_groups'] + theirs['param_groups']:
         group.pop('differentiable', None)  # PyTorch adds it at a resume.
     assert not first_difference(ours, theirs)
-
-
-def test_weights_without_an_optimizer_are_no_place_to_resume():
-    message = rejection(checkpoint.load_tensors, Path('average.pt'), dict(model={}), None, None, None)
-    assert message.startswith('average.pt: has no state of an optimizer; begin anew with its weights, --init_from=')
 
 
 def test_tensors_of_another_dtype_or_shape_differ():
@@ -280,18 +273,6 @@ def test_retention(tmp_path):
     saved(tmp_path, model, optimizer, 4, best=True)
     assert iterations(tmp_path) == [12, 4, 3]
     assert checkpoint.load_checkpoint(tmp_path / 'best.pt')[1]['iter_num'] == 4
-
-
-def test_the_best_is_named_after_a_kill_before_that(tmp_path, monkeypatch):
-    model, optimizer = made('adamw')
-    saved(tmp_path, model, optimizer, 1, best=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, 'name_best', lambda path: sys.exit('killed'))
-        assert rejection(lambda: saved(tmp_path, model, optimizer, 2, best=True)) == 'killed'
-    for read_only, best in (True, 1), (False, 2):
-        with undo_at_end():
-            assert checkpoint.open_run(WORLD, tmp_path, may_resume=True, read_only=read_only)[1]['iter_num'] == 2
-        assert checkpoint.load_checkpoint(tmp_path / 'best.pt')[1]['iter_num'] == best
 
 
 def test_files_left_by_a_kill_are_removed_and_other_programs_files_stay(tmp_path):
