@@ -8,7 +8,7 @@ import inspect
 import json
 from pathlib import Path
 
-from runtime.files import expanded, one_line, warn
+from runtime.files import expanded, one_line
 
 END_OF_TEXT = '<|endoftext|>'
 END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the tokenizers of published models
@@ -163,19 +163,14 @@ def identifying(meta):
 
 
 def same_tokenizer(one, other):
-    """Return whether two tokenizers, dicts from `identifying`, decode every shared id alike. Warns and returns True if
-    one of them cannot be loaded."""
+    """Return whether two tokenizers, dicts from `identifying`, decode every shared id alike."""
     if one == other:
         return True
     if FileTokenizer.name not in (one['tokenizer'], other['tokenizer']):
         return False
-    try:
-        one, other = tokenizer_from_meta(one), tokenizer_from_meta(other)
-        return all(one.decode([i]) == other.decode([i]) or i == one.eot_id == other.eot_id
-                   for i in range(min(one.vocab_size, other.vocab_size)))
-    except Exception as error:  # a package or the network is missing
-        warn(f'{one_line(error)}; could not check that data and weights have the same tokenizer')
-        return True
+    one, other = tokenizer_from_meta(one), tokenizer_from_meta(other)
+    return all(one.decode([i]) == other.decode([i]) or i == one.eot_id == other.eot_id
+               for i in range(min(one.vocab_size, other.vocab_size)))
 
 
 def folder_meta(folder, vocab_size):
