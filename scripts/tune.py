@@ -19,12 +19,8 @@ from scripts.sweep import canonical, outcome_of, show, split_values, sweep_argpa
 
 
 def search(values, start, noise, losses_of):
-    """Return the best settings of a coordinate search and their loss.
-
-    Args:
-        values: {setting: list of its values}. start: {setting: first value}. losses_of: function from a list of
-            settings to their losses.
-    """
+    """Return the best settings of a coordinate search and their loss. `values`: {setting: list of its values}. `start`:
+    {setting: first value}. `losses_of`: function from a list of settings to their losses."""
     best, before = start, None
     lowest, = losses_of([best])
     while best != before:

@@ -62,12 +62,8 @@ def tenths(run):
 
 
 def stable_rates(best, tried):
-    """Return a row for each line, with its largest stable learning rate and its lowest unstable one, if any.
-
-    Args:
-        best: {(line, learning rate): groups} of finished runs.
-        tried: (line, learning rate) of all runs, including diverged ones.
-    """
+    """Return a row for each line, with its largest stable learning rate and its lowest unstable one, if any. `best`:
+    {(line, learning rate): groups} of finished runs. `tried`: (line, learning rate) of all runs, also diverged ones."""
     rows = []
     for line in sorted({line for line, _ in tried}):
         stable, lowest = None, math.inf
