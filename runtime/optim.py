@@ -25,14 +25,10 @@ def parameters(optimizer):
     return [p for group in optimizer.param_groups for p in group['params']]
 
 
-def parts(optimizer):
-    """Return a list of the optimizer and its parts, if it is a `CombinedOptimizer`."""
-    return [optimizer, *(part for one in getattr(optimizer, 'optimizers', []) for part in parts(one))]
-
-
 def averaging(optimizer):
-    """Return the parts that evaluate other weights than they train, such as schedule-free ones."""
-    return [part for part in parts(optimizer) if hasattr(part, 'eval') and hasattr(part, 'train')]
+    """Return the optimizers in `optimizer` that evaluate other weights than they train, such as schedule-free ones."""
+    found = [optimizer] if hasattr(optimizer, 'eval') and hasattr(optimizer, 'train') else []
+    return found + [part for one in getattr(optimizer, 'optimizers', []) for part in averaging(one)]
 
 
 @contextlib.contextmanager
