@@ -35,7 +35,6 @@ from hessian import GNBHook
 from loss import Losses
 from optimizers import OPTIMIZERS, kind_of
 from optimizers import sophia as build_sophia
-from runtime import checkpoint
 from runtime.arguments import at_least
 from runtime.files import one_line_errors
 from scripts.load import load, open_bins
@@ -116,13 +115,12 @@ def h_of_run(loaded, names):
     """Return a checkpoint's h for the parameters `names` as a vector, or None if its optimizer does not have Sophia-G's
     estimates and update."""
     row = OPTIMIZERS.get(loaded.state['config'].get('optimizer_name'))
-    path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
-    if 'optimizer' not in state or not row or (row.build, row.hook) != (build_sophia, GNBHook):
-        return None  # an average of checkpoints has no optimizer
-    saved = state['optimizer']
-    if path.is_dir():
+    saved = loaded.state.get('optimizer')  # an average of checkpoints has none
+    if not saved or not row or (row.build, row.hook) != (build_sophia, GNBHook):
+        return None
+    if loaded.path.is_dir():
         from runtime.sharded import read_optimizer
-        saved = read_optimizer(path, saved, {})
+        saved = read_optimizer(loaded.path, saved, {})
     return flat(saved['state'][name]['hessian'] for name in names).to(next(loaded.model.parameters()).device)
 
 

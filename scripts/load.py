@@ -55,7 +55,6 @@ def load(path, device='cpu', tokenizer=None, training=False):
         meta = tokenizers.folder_meta(given, model.config.vocab_size)
     else:
         path, state = checkpoint.load_checkpoint(path)
-        state.pop('optimizer', None)
         best = checkpoint.best_path(given)
         if path.parent == given and best and best != path:
             print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)

@@ -8,7 +8,6 @@ import torch
 from conftest import random_gpt, rejection
 from reference import double_precision  # noqa: F401 - for every test here
 
-from runtime.files import save_pt
 from scripts import curvature
 from scripts.curvature import draw_gradients, gnb_diagonal
 from scripts.load import Loaded
@@ -23,10 +22,8 @@ def gpt():
 @pytest.mark.parametrize(('name', 'known'), [
     ('sophiag', True), ('sophiag_fresh', True), ('sophiah', False), ('ef_clip', False), ('this:Zen', False)])
 def test_only_the_h_of_sophia_g_is_judged(tmp_path, name, known):
-    state = dict(w=dict(hessian=torch.ones(2)))
-    save_pt(tmp_path / 'ckpt_00000001.pt', dict(model={}, model_args={}, iter_num=1, config={}, optimizer=dict(
-        state=state, shapes={}, param_groups=[])))
-    loaded = SimpleNamespace(path=tmp_path, state=dict(config=dict(optimizer_name=name)), model=torch.nn.Linear(1, 1))
+    state = dict(config=dict(optimizer_name=name), optimizer=dict(state=dict(w=dict(hessian=torch.ones(2)))))
+    loaded = SimpleNamespace(path=tmp_path / 'ckpt_00000001.pt', state=state, model=torch.nn.Linear(1, 1))
     h = curvature.h_of_run(loaded, ['w'])
     assert h.tolist() == [1, 1] if known else h is None
 
