@@ -34,8 +34,7 @@ def difference(one, two, cautious=False):
 
 
 def holm(ps):
-    """Return the p-values of several tests, adjusted by Holm's correction, in the given order. None (not tested) counts
-    as 1."""
+    """Return the p-values of several tests, adjusted by Holm's correction. None (not tested) counts as 1."""
     ps = [1.0 if p is None else p for p in ps]
     order, adjusted, highest = sorted(range(len(ps)), key=ps.__getitem__), [0.0] * len(ps), 0.0
     for rank, i in enumerate(order):

@@ -69,12 +69,8 @@ def current(text):
                   lambda found: f'{found[1]}\n{make[found[2]]()}\n\n', text, flags=re.DOTALL)
 
 
-def main():
+if __name__ == '__main__':
     text = PAGE.read_text(encoding='utf-8')
     if (found := current(text)) != text:
         PAGE.write_text(found, encoding='utf-8')
         print(f'wrote {PAGE}')
-
-
-if __name__ == '__main__':
-    main()

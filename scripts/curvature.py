@@ -112,8 +112,7 @@ def hutchinson_diagonal(model, params, sequences):
 
 
 def h_of_run(loaded, names):
-    """Return a checkpoint's h for the parameters `names` as a vector, or None if its optimizer does not have Sophia-G's
-    estimates and update."""
+    """Return a checkpoint's h for the parameters `names` as a vector, or None if its optimizer is not Sophia-G."""
     row = OPTIMIZERS.get(loaded.state['config'].get('optimizer_name'))
     saved = loaded.state.get('optimizer')  # an average of checkpoints has none
     if not saved or not row or (row.build, row.hook) != (build_sophia, GNBHook):

@@ -89,8 +89,7 @@ def memory(c, shape, ranks=1):
 
 @functools.cache
 def counts(*shape):
-    """Count the parameters of a GPT, its blocks and the blocks' matrices, and FLOPs per token. `shape`: GPTConfig's
-    fields."""
+    """Count the parameters of a GPT, its blocks and their matrices, and its FLOPs per token, by GPTConfig's fields."""
     with torch.device('meta'):
         model = GPT(GPTConfig(*shape))
     blocks = list(model.transformer.h.parameters())
