@@ -96,9 +96,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.optimizers = optimizers
         # The number of the optimizer that each param group belongs to
         self.owners = [i for i, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
-        common = set.intersection(*(set(optimizer.defaults) for optimizer in optimizers))
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups],
-                         {key: value for key, value in optimizers[0].defaults.items() if key in common})
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], defaults={})
         for optimizer in optimizers:
             self.state.update(optimizer.state)
         self.share()

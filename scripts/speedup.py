@@ -136,8 +136,6 @@ def sentence(row, one, two, tests):
     apart, p = f'{abs(row["difference"]):.4f}', row['p']
     significance = 'no test: each method needs two seeds, with different losses'
     where = 'above' if row['difference'] > 0 else 'below'
-    if float(apart) == 0:
-        apart, where = 'level', 'with'
     if p is not None:
         apart += f' ± {row["plus_or_minus"]:.4f}'
         significance = 'within the noise' if p > 0.05 else f'p = {p:.2g}'

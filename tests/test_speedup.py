@@ -87,7 +87,7 @@ def test_several_horizons_are_corrected_by_holm(tmp_path):
     assert (one['p, Holm'], two['p, Holm']) == (pytest.approx(2 * one['p']), 1)
     text = '\n'.join(result['text'])
     assert "p = 0.018; 0.036 after Holm's correction for 2 horizons" in text
-    assert 'T = 200: Sophia-G ends level ± 0.0351 with AdamW (within the noise' in text
+    assert 'T = 200: Sophia-G ends 0.0000 ± 0.0351 below AdamW (within the noise' in text
 
 
 def test_two_seeds_of_each_group_are_tested_and_one_is_not(tmp_path):
