@@ -391,6 +391,8 @@ MISUSE = {  # what → (error, its words)
                      r'a tuple is ambiguous; pass a list'),
     'no graph': (lambda m, x: gauss_newton_bartlett(m(x).detach(), m.parameters()), 'the outputs have no graph'),
     'a range': (lambda m, x: Sophia(m.parameters(), lr=0.1, eps=0.0), 'out of range: .* eps = 0.0'),
+    # There ε is 0, and 0 / 0 would pass for a step.
+    'float16': (lambda m, x: Sophia(m.half().parameters(), lr=0.1), 'float16 parameters are not supported'),
     'bfloat16': (lambda m, x: Sophia(m.bfloat16().parameters(), lr=0.1), 'keep float32 ones'),
 }
 
