@@ -56,11 +56,6 @@ at(3, lambda: time.sleep(0.5), rank={rank})
     assert train(tmp_path, '--auto_resume=True', faults=later).code == -signal.SIGTERM
 
 
-def test_a_run_stops_at_its_time_limit(train, tmp_path):
-    done = train(tmp_path, '--max_hours=1e-9')
-    assert done.code == STOPPED and 'by max_hours' in done.out
-
-
 @pytest.mark.parametrize('summary, sent', [(dict(iter=1), [1, 2]), ({}, [0, 1, 2])], ids=['online', 'offline'])
 def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp_path, monkeypatch, summary, sent):
     """Offline it sends everything, because wandb does not know the earlier run. An empty id counts as none."""

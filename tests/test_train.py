@@ -26,7 +26,7 @@ from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
 from runtime.files import differing_files
-from runtime.signals import LISTENED, NOT_FINITE
+from runtime.signals import LISTENED, NOT_FINITE, STOPPED
 from scripts.load import load
 
 FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'],
@@ -77,15 +77,16 @@ def test_it_learns_and_leaves_its_records(finished, name, monkeypatch):
     assert {'command', 'versions', 'git_commit', 'data'} <= described.keys()
 
 
-def test_a_run_leaves_the_process_as_it_was(main, tmp_path):
-    """This holds for finished, stopped and refused runs."""
+def test_a_run_leaves_the_process_as_it_was(main, tmp_path, capsys):
+    """This holds for finished runs, refused ones, and those that stop at their time limit."""
     def of_the_process():
         return [signal.getsignal(number) for number in LISTENED], sys.excepthook, torch.distributed.is_initialized()
 
     before = of_the_process()
     main(tmp_path, '--max_iters=1')
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         main(tmp_path, '--max_iters=3', '--init_from=resume', '--max_hours=1e-9')
+    assert stopped.value.code == STOPPED and 'stopped at iteration 2 by max_hours' in capsys.readouterr().out
     for _ in range(2):
         assert 'holds checkpoints' in rejection(main, tmp_path, '--parallel=fsdp')
     assert of_the_process() == before
