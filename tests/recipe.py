@@ -245,27 +245,6 @@ def a_frozen_teacher():
     close(loss, (F.cross_entropy(logits[Y >= 0], Y[Y >= 0]) + soft[Y >= 0].mean()) / 2)
 
 
-def a_constructor_with_values():
-    """A model with a buffer, a tensor and a list that its checkpoints do not hold resumes, and loads."""
-    from model import GPT
-    from scripts.load import load
-    init, forward, made = GPT.__init__, GPT.forward, []
-
-    def init_with_values(self, config):
-        init(self, config)
-        self.register_buffer('angles', torch.full((3,), 2.0), persistent=False)
-        self.noise, self.rates = torch.rand(3), torch.linspace(1, 2, 3).tolist()
-        made.append(self)
-
-    def forward_with_values(self, idx, targets=None):
-        logits, loss = forward(self, idx, targets)
-        return logits, loss if loss is None else loss * (self.angles + self.noise).sum() * self.rates[1]
-
-    GPT.__init__, GPT.forward = init_with_values, forward_with_values
-    last = load(resumes()['out']).model
-    assert all(one.noise.equal(last.noise) and one.rates == last.rates == [1, 1.5, 2] for one in made) and made
-
-
 def a_mixture_of_experts():
     follows()
     torch.save(losses(trains()), 'one_rank.pt')

@@ -17,7 +17,7 @@ CHECKS = {
     'z_loss': 'z_loss',
     'second_head': 'a_second_head',
     'rms_norm document_masking': 'architecture',
-    'rotary frozen_teacher': 'rotary_positions a_frozen_teacher a_constructor_with_values',
+    'rotary frozen_teacher': 'rotary_positions a_frozen_teacher',
     'mixture_of_experts': 'a_mixture_of_experts',
     'adopt adaptive_gamma gauss_newton_product muon_and_sophia weight_average one_minus_sqrt metrics':
         'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator muon_and_sophia average_of_the_weights '

@@ -377,14 +377,15 @@ def test_a_forward_may_change_ids_in_place(main, tmp_path, monkeypatch, name):
     assert losses[0] == losses[1]
 
 
-def test_a_random_buffer_that_checkpoints_omit_is_that_of_the_first_seed(main, tmp_path, monkeypatch):
+def test_random_values_that_checkpoints_omit_are_those_of_the_first_seed(main, tmp_path, monkeypatch):
     """This holds after a start from a run with another seed, after a resume with a third one, and in scripts."""
-    rotations = []
+    rotations, noises = [], []
 
     def rotated(self, config, init=program.GPT.__init__):
         init(self, config)
         self.register_buffer('rotation', torch.randn(9), persistent=False)
         rotations.append(self.rotation)
+        noises.append(torch.rand(3).tolist())  # a list has values at once
 
     monkeypatch.setattr(program.GPT, '__init__', rotated)
     main(tmp_path / 'a', '--max_iters=1')
@@ -392,6 +393,7 @@ def test_a_random_buffer_that_checkpoints_omit_is_that_of_the_first_seed(main, t
     main(tmp_path / 'b', '--init_from=resume', '--max_iters=2', '--seed=3')
     load(tmp_path / 'b')
     assert len(rotations) == 4 and all(torch.equal(rotations[0], other) for other in rotations)
+    assert noises == noises[:1] * 4
 
 
 def test_a_further_validation_set_does_not_count_in_the_loss(main, tmp_path, monkeypatch):
