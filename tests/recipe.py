@@ -352,6 +352,8 @@ def batch_ramp():
     for key in 'train/loss', 'grad_norm', 'momentum_norm', 'hessian_norm':
         assert ramped[key][0] == small[key][0] and ramped[key][-1] != small[key][-1], key
     assert list(dict.fromkeys(ramped['tokens'])) == [32 * n for n in (0, 2, 6, 12, 20, 28, 36)]
+    of_steps = [per_second * ms / 1e3 for per_second, ms in zip(ramped['tokens_per_sec'], ramped['step_ms'])]
+    assert of_steps == pytest.approx([32 * n for n in (2, 4, 6, 8, 8, 8)])
 
 
 def random_tokens():

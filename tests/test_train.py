@@ -21,7 +21,7 @@ import model
 import train as program
 from analysis import runs
 from analysis.runs import read_run
-from data.loader import Bin, TrainLoader
+from data.loader import Bin
 from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
@@ -146,23 +146,6 @@ def test_a_step_and_a_log_line_wait_for_the_device_once_each(main, tmp_path, mon
         monkeypatch.setattr(program, key, call)
     main(tmp_path, f'--optimizer_name={name}', '--max_iters=4')
     assert found['train_step'][1:] == [1, 1, 1] and found['metrics_of'] == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
-def test_a_batch_ramp_weights_every_sequence_alike_and_counts_its_tokens(main, tmp_path, monkeypatch, name):
-    """A step has 3 of 4 sequences, in micro-batches of 2 and 1 or of 3. The estimate is from the first ones."""
-    advance = TrainLoader.__next__
-    monkeypatch.setattr(TrainLoader, '__next__', lambda loader: advance(loader)[:3])
-    runs = [tmp_path / 'split', tmp_path / 'whole']
-    for out, batch_size in zip(runs, (2, 4)):
-        main(out, f'--optimizer_name={name}', '--hessian_interval=2', '--hessian_batch_size=1',
-             f'--batch_size={batch_size}', '--max_iters=5', '--eval_iters=1')
-    for key in 'train/loss', 'grad_norm', 'hessian_norm':
-        assert metrics(runs[0], key) == pytest.approx(metrics(runs[1], key), rel=1e-3)
-    for line in map(json.loads, (runs[0] / 'metrics.jsonl').read_text().splitlines()):
-        assert line['tokens'] == line['iter'] * 3 * 32
-        if 'step_ms' in line:
-            assert line['tokens_per_sec'] * line['step_ms'] / 1e3 == pytest.approx(3 * 32)
 
 
 MASK = """
