@@ -15,10 +15,11 @@ from analysis import compare, runs
 from scripts import speedup
 
 
-def judge(tmp_path, *flags):
-    """Return the contents of speedup.json and, if there is one verdict, its keys."""
-    speedup.main([str(tmp_path), '--output', str(tmp_path / 'speedup.png'), '--panels', 'difference', *flags])
-    result = json.loads((tmp_path / 'speedup.json').read_text())
+def judge(path, *flags):
+    """Return the contents of speedup.json, beside the runs in `path`, and, if there is one verdict, its keys."""
+    folder = path if path.is_dir() else path.parent
+    speedup.main([str(path), '--output', str(folder / 'speedup.png'), '--panels', 'difference', *flags])
+    result = json.loads((folder / 'speedup.json').read_text())
     return {**result, **(result['verdicts'][0] if len(result['verdicts']) == 1 else {})}
 
 
@@ -300,8 +301,7 @@ def test_equal_values_in_a_csv_file_are_one_group(tmp_path):
     path.write_text('optimizer,seed,steps,loss,dropout\n' + ''.join(
         f'{name},{seed},100,{3 + seed / 100 + float(dropout)},{dropout}\n' for seed, name, dropout in [
             (1, 'AdamW', '0'), (2, 'AdamW ', '0.0'), (3, 'AdamW', '0'), (1, 'AdamW', '.1'), (2, 'AdamW', '0.10')]))
-    speedup.main([str(path), '--by', 'dropout', f'--output={tmp_path}/y.png', '--panels', 'difference'])
-    row, = json.loads((tmp_path / 'y.json').read_text())['verdicts'][0]['same_T']
+    row, = judge(path, '--by', 'dropout')['same_T']
     assert (row['seeds'], row['seeds of baseline'], row['trials']) == (2, 3, 1)
 
 
@@ -341,12 +341,10 @@ def test_a_csv_file_has_the_verdict_of_its_runs(tmp_path):
         f'{line["iter"] * run.flops_per_iteration()}'
         for run in runs.find_runs([tmp_path / 'runs']) for line in run.lines if 'val/loss' in line)]))
     ours = judge(tmp_path / 'runs')
-    speedup.main([str(path), '--panels', 'difference', '--output', str(tmp_path / 'speedup.png')])
-    theirs = json.loads((tmp_path / 'speedup.json').read_text())
-    verdict, = theirs['verdicts']
-    assert verdict['text'] == ours['text']
+    theirs = judge(path)
+    assert theirs['text'] == ours['text']
     for key in ('same_T', 'criterion', 'efficiency'):
-        assert len(ours[key]) > 0 and verdict[key] == [pytest.approx(row) for row in ours[key]]
+        assert len(ours[key]) > 0 and theirs[key] == [pytest.approx(row) for row in ours[key]]
     assert sorted(theirs['rejected'].values()) == sorted(ours['rejected'].values()) and len(theirs['rejected']) == 3
     assert theirs['notes'][0] == f'{path} does not say whether model, data and validation set are the same'
     assert 'cannot be compared: the data' in rejection(
@@ -380,10 +378,9 @@ def test_a_diverged_run_without_a_horizon_is_a_trial_of_the_next_longer_ones(tmp
             for seed in (1, 2)]
     lost = ['a,1,0,5.0,9', 'a,1,40,nan,9', 'a,1,0,5.0,8', 'a,1,120,,8', 'a,1,300,nan,7']
     (tmp_path / 'x.csv').write_text('\n'.join(['optimizer,seed,steps,loss,learning_rate', *rows, *lost]))
-    speedup.main([f'{tmp_path}/x.csv', '--baseline=b', f'--output={tmp_path}/y.png', '--panels=difference'])
-    verdict, = json.loads((tmp_path / 'y.json').read_text())['verdicts']
-    assert [(row['T'], row['trials'], row['trials of baseline'], row['at equal trials'])
-            for row in verdict['same_T']] == [(100, 2, 1, (3.2 + 5) / 2), (200, 2, 1, (3.0 + 5) / 2)]
+    found = [(row['T'], row['trials'], row['trials of baseline'], row['at equal trials'])
+             for row in judge(tmp_path / 'x.csv', '--baseline=b')['same_T']]
+    assert found == [(100, 2, 1, (3.2 + 5) / 2), (200, 2, 1, (3.0 + 5) / 2)]
     assert [line.split(':')[1:] for line in capsys.readouterr().out.splitlines() if line.startswith('lost ')] == [
         [str(line), ' it diverged'] for line in (10, 12, 14)]
 
@@ -403,9 +400,8 @@ def test_only_columns_that_are_known_to_be_tuned_may_differ(tmp_path, column):
     path = tmp_path / 'x.csv'
     rows = [f'{name},{seed},100,{3 - value},{value},{value}' for name in 'ab' for seed in (1, 2) for value in (1, 2)]
     path.write_text('\n'.join([f'optimizer,seed,steps,loss,{column},gamma', *rows]))
-    argv = [str(path), '--baseline', 'a', '--output', str(tmp_path / 'speedup.png')]
-    assert f'cannot be compared: {column} is 1 in one and 2 in the other' in rejection(speedup.main, argv)
-    speedup.main([*argv, '--tuned', column])
+    assert f'cannot be compared: {column} is 1 in one and 2 in the other' in rejection(judge, path, '--baseline=a')
+    assert judge(path, '--baseline=a', '--tuned', column)['same_T']
 
 
 @pytest.mark.parametrize(('text', 'message'), [
