@@ -190,17 +190,11 @@ def test_a_mask_in_the_forward_counts_for_the_estimate(gpt, name):
                                flat(hook.optimizer.state[p]['hessian'] for p in model.parameters()))
 
 
-def test_estimates_have_the_order_of_the_param_groups(gpt):
+def test_products_have_the_order_of_the_param_groups(gpt):
     """The optimizer has the parameters in another order than the model; some are of one shape."""
     model, idx, _, H = gpt
     params = list(model.parameters())
     shuffled = params[::-1]
-    hooks = [make_hook(model, 'sophiag', order) for order in (params, shuffled)]
-    for hook in hooks:
-        iteration(hook, idx[:, :-1], idx[:, 1:])
-    for p in params:
-        torch.testing.assert_close(hooks[0].optimizer.state[p]['hessian'], hooks[1].optimizer.state[p]['hessian'])
-
     hook = make_hook(model, 'sophiah', shuffled)
     iteration(hook, idx[:, :-1], idx[:, 1:])
     u = flat(Hutchinson(shuffled, torch.Generator().manual_seed(keyed_seed(7, VECTORS, 0))).u[::-1])
