@@ -60,15 +60,12 @@ def test_equal_values_are_one_trial(tmp_path, key, values, name):
     assert trial.out_dir == tmp_path / name
 
 
-def test_a_config_file_behind_a_grid_is_one_line():
-    assert 'come after --' in rejection(sweep.split_values, ['seed=1,2', 'config/quickstart.py'])
-
-
 def test_values_of_a_grid():
     assert sweep.split_values(['seed=1,2', 'dataset=a,b']) == dict(seed=['1', '2'], dataset=['a', 'b'])
     for one in ('dataset=a:0.7,b:0.3', 'optimizer_args=a=1, b=2'):
         key, _, value = one.partition('=')
         assert sweep.split_values([one]) == {key: [value]}
+    assert 'come after --' in rejection(sweep.split_values, ['seed=1,2', 'config/quickstart.py'])
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').rglob('*.json')), ids=lambda path: path.stem)
