@@ -29,6 +29,14 @@ def example(name, *packages):
 
 
 @pytest.fixture
+def trainer(monkeypatch):
+    """The module examples/huggingface_trainer.py, on a CPU."""
+    module = example('huggingface_trainer', 'transformers', 'accelerate')
+    monkeypatch.setattr(module, 'TrainingArguments', functools.partial(module.TrainingArguments, use_cpu=True))
+    return module
+
+
+@pytest.fixture
 def trace(monkeypatch):
     """trace(module): what happens from here on: 'f', a forward in training; 'h', an estimate; 's', an update."""
     events, hooks = [], []
@@ -111,78 +119,66 @@ def test_peft_lora(trace, monkeypatch):
     assert adapters and all(min(p.shape) == 8 for p in adapters) and biases  # of rank 8, no matrix of the base model
 
 
-def test_huggingface_trainer(tmp_path, trace, monkeypatch):
+def test_huggingface_trainer(trainer, tmp_path, trace, monkeypatch):
     """It learns, and resumes bit for bit. With padding the estimate counts the positions that the loss counts."""
-    module, counted = example('huggingface_trainer', 'transformers', 'accelerate'), []
-    sequences = module.sequences
+    sequences, shapes = trainer.sequences, []
 
     def padded(n):
         return [dict(row, labels=torch.where(torch.arange(32) < 24, row['labels'], -100)) for row in sequences(n)]
 
-    def estimate(logits, *args, **kwargs):
-        counted.append(logits.shape)
-        return gauss_newton_bartlett(logits, *args, **kwargs)
-
-    monkeypatch.setattr(module, 'TrainingArguments', functools.partial(module.TrainingArguments, use_cpu=True))
-    monkeypatch.setattr(module, 'sequences', padded)
-    monkeypatch.setattr(module, 'gauss_newton_bartlett', estimate)
-    monkeypatch.setattr(module.SophiaTrainer, 'hessian_interval', 4)
-    events = trace(module.GPT2LMHeadModel)
-    whole, _ = module.main(['--steps=20', f'--out_dir={tmp_path}/whole'])
+    monkeypatch.setattr(trainer, 'sequences', padded)
+    monkeypatch.setattr(trainer, 'gauss_newton_bartlett', lambda logits, *args, **options: shapes.append(
+        logits.shape) or gauss_newton_bartlett(logits, *args, **options))
+    monkeypatch.setattr(trainer.SophiaTrainer, 'hessian_interval', 4)
+    events = trace(trainer.GPT2LMHeadModel)
+    whole, _ = trainer.main(['--steps=20', f'--out_dir={tmp_path}/whole'])
     assert events == steps(20, k=4)
     losses = [line['loss'] for line in whole.state.log_history if 'loss' in line]
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
     shutil.copytree(tmp_path / 'whole/checkpoint-10', tmp_path / 'part/checkpoint-10')
     events.clear()
-    resumed, _ = module.main(['--steps=20', f'--out_dir={tmp_path}/part', '--resume'])
+    resumed, _ = trainer.main(['--steps=20', f'--out_dir={tmp_path}/part', '--resume'])
     assert events == steps(20, k=4)[len(steps(10, k=4)):]
     resumed.evaluate(padded(16))
-    assert counted == [(16 * 23, 64)] * 7  # at 0, 4, …, 16; at 12 and 16; not in evaluation
+    assert shapes == [(16 * 23, 64)] * 7  # at 0, 4, …, 16; at 12 and 16; not in evaluation
     for (name, p), q in zip(whole.model.named_parameters(), resumed.model.parameters()):
         assert torch.equal(p, q), name
-    states = [trainer.optimizer.optimizer.state_dict()['state'] for trainer in (whole, resumed)]
+    states = [run.optimizer.optimizer.state_dict()['state'] for run in (whole, resumed)]
     for i, state in states[0].items():
         assert state.keys() == {'exp_avg', 'hessian'}
         assert all(torch.equal(state[key], states[1][i][key]) for key in state)
 
 
-def test_huggingface_trainer_estimates_from_a_micro_batch_with_labels(tmp_path, trace, monkeypatch):
+def test_huggingface_trainer_estimates_from_a_micro_batch_with_labels(trainer, tmp_path, trace, monkeypatch):
     """Of four micro-batches a step the first two have none, as where a prompt fills the context."""
-    module = example('huggingface_trainer', 'transformers', 'accelerate')
     rows = [dict(row, labels=row['labels'] if i % 4 > 1 else torch.full((32,), -100))
-            for i, row in enumerate(module.sequences(16))]
-    monkeypatch.setattr(module, 'sequences', lambda n: rows)
-    monkeypatch.setattr(module, 'TrainingArguments', functools.partial(
-        module.TrainingArguments, use_cpu=True, gradient_accumulation_steps=4, train_sampling_strategy='sequential'))
-    arguments = module.TrainingArguments
-    monkeypatch.setattr(module, 'TrainingArguments', lambda *args, per_device_train_batch_size, **options: arguments(
-        *args, per_device_train_batch_size=1, **options))
-    events = trace(module.GPT2LMHeadModel)
-    module.main(['--steps=2', f'--out_dir={tmp_path}'])
+            for i, row in enumerate(trainer.sequences(16))]
+    one_each = dict(per_device_train_batch_size=1, gradient_accumulation_steps=4, train_sampling_strategy='sequential')
+    monkeypatch.setattr(trainer, 'sequences', lambda n: rows)
+    monkeypatch.setattr(trainer, 'TrainingArguments', lambda *args, make=trainer.TrainingArguments, **options: make(
+        *args, **dict(options, **one_each)))
+    events = trace(trainer.GPT2LMHeadModel)
+    trainer.main(['--steps=2', f'--out_dir={tmp_path}'])
     assert ''.join(events) == 'fffhfs' + 'ffffs'
 
 
-def test_prompt_tuning_puts_logits_in_front(tmp_path, monkeypatch):
+def test_prompt_tuning_puts_logits_in_front(trainer, tmp_path, monkeypatch):
     """Both examples take the logits of the tokens."""
-    module = example('huggingface_trainer', 'transformers', 'accelerate')
-    peft, shapes = pytest.importorskip('peft'), []
-    monkeypatch.setattr(module, 'GPT2LMHeadModel', lambda config, make=module.GPT2LMHeadModel: peft.get_peft_model(
-        make(config), peft.PromptTuningConfig(task_type='CAUSAL_LM', num_virtual_tokens=5)))
-    monkeypatch.setattr(module, 'GPT2Config', lambda make=module.GPT2Config, **sizes: make(
-        **dict(sizes, n_positions=64)))
-    monkeypatch.setattr(module, 'TrainingArguments', functools.partial(module.TrainingArguments, use_cpu=True))
-    monkeypatch.setattr(module, 'gauss_newton_bartlett', lambda logits, *args, **options: shapes.append(logits.shape) or
-                        gauss_newton_bartlett(logits, *args, **options))
-    module.main(['--steps=1', f'--out_dir={tmp_path}'])
-    assert shapes == [(16 * 31, 64)]
-    lora = example('peft_lora', 'transformers', 'peft')
-    monkeypatch.setattr(lora, 'get_peft_model', lambda model, config: peft.get_peft_model(
-        model, peft.PromptTuningConfig(task_type='CAUSAL_LM', num_virtual_tokens=5)))
-    monkeypatch.setattr(lora, 'GPT2Config', lambda make=lora.GPT2Config, **sizes: make(**dict(sizes, n_positions=64)))
-    monkeypatch.setattr(lora, 'gauss_newton_bartlett', lambda logits, *args, **options: shapes.append(logits.shape) or
-                        gauss_newton_bartlett(logits, *args, **options))
+    peft, lora, shapes = pytest.importorskip('peft'), example('peft_lora', 'transformers', 'peft'), []
+
+    def tuned(model, config=None):
+        return peft.get_peft_model(model, peft.PromptTuningConfig(task_type='CAUSAL_LM', num_virtual_tokens=5))
+
+    for module in trainer, lora:
+        monkeypatch.setattr(module, 'GPT2Config', lambda make=module.GPT2Config, **sizes: make(
+            **dict(sizes, n_positions=64)))
+        monkeypatch.setattr(module, 'gauss_newton_bartlett', lambda logits, *args, **options: shapes.append(
+            logits.shape) or gauss_newton_bartlett(logits, *args, **options))
+    monkeypatch.setattr(trainer, 'GPT2LMHeadModel', lambda config, make=trainer.GPT2LMHeadModel: tuned(make(config)))
+    monkeypatch.setattr(lora, 'get_peft_model', tuned)
+    trainer.main(['--steps=1', f'--out_dir={tmp_path}'])
     lora.main(steps=1)
-    assert shapes[1:] == [(16, 31, 64)]
+    assert shapes == [(16 * 31, 64), (16, 31, 64)]
 
 
 def test_fsdp2(fork):
