@@ -169,14 +169,6 @@ model.GPT.forward = averaging
 '''
 
 
-DRIFT = '''
-step = torch.amp.GradScaler.step
-def drifting(scaler, optimizer):
-    step(scaler, optimizer)
-    with torch.no_grad():
-        next(iter(optimizer.param_groups[0]['params'])).mul_(1 + 0.1 * float(os.environ.get('RANK', 0)))
-torch.amp.GradScaler.step = drifting
-'''
 PENALTY = '''
 import train
 step = train.train_step
@@ -212,9 +204,8 @@ model.GPT.__init__ = made
     (OF_MICRO_BATCHES, 'micro-batches', 'DIFFERS from step 0: grad_norm is '),
     (ACCURACY, 'micro-batches', ': val/training_loss is '),
     (AVERAGING, 'micro-batches', 'DIFFERS from step '),
-    (DRIFT, 'two ranks', 'DIFFERS from step '),
 ], ids=['window', 'model', 'stream', 'mean', 'previous', 'line', 'random', 'share', 'sparse', 'trust_ratio', 'capped',
-        'statistic', 'of_micro_batches', 'accuracy', 'averaging', 'drift'])
+        'statistic', 'of_micro_batches', 'accuracy', 'averaging'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
     assert status and text.startswith(comparison) and words in text, text
@@ -265,9 +256,7 @@ model.GPT.__init__ = with_scales
 
 @pytest.mark.parametrize('code, words', [
     ('', 'fulfills the contract'),
-    (attending('None'), 'later tokens or chance'),
     (attending('None') + ZERO, 'later tokens or chance'),
-    (attending('torch.ones(16, 16, dtype=bool).tril(1)'), 'later tokens or chance'),
     (attending('torch.ones(16, 16, dtype=bool).tril() | torch.eye(4).kron(torch.ones(4, 4)).bool()'),
      'later tokens or chance'),
     ('dropout = torch.nn.functional.dropout\ntorch.nn.functional.dropout = lambda x, p, training: dropout(x, 0.1)',
