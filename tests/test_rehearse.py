@@ -170,15 +170,6 @@ model.GPT.forward = averaging
 '''
 
 
-WEIGHT_NORM = '''
-make = model.GPT.__init__
-def made(self, config):
-    make(self, config)
-    torch.nn.utils.parametrizations.weight_norm(self.transformer.h[0].mlp.c_fc)
-model.GPT.__init__ = made
-'''
-
-
 @pytest.mark.parametrize('code, comparison, words', [
     (WINDOW, 'resumed', 'DIFFERS from step 6: '),
     (MODEL, 'resumed', 'DIFFERS from step 6: '),
@@ -211,6 +202,13 @@ def edited(self, idx, targets=None):
     return logits, loss
 model.GPT.forward = edited
 """
+INIT = """
+init = model.GPT.__init__
+def initialized(self, config):
+    init(self, config)
+    {}
+model.GPT.__init__ = initialized
+"""
 
 
 def attending(mask):
@@ -227,22 +225,10 @@ def loss_is(expression):
     return f'import loss\nplain = loss.token_loss\nloss.token_loss = lambda logits, targets: {expression}\n'
 
 
-ZERO = """
-init = model.GPT.__init__
-def with_zeros(self, config):
-    init(self, config)
-    for block in self.transformer.h:
-        torch.nn.init.zeros_(block.attn.c_proj.weight)
-model.GPT.__init__ = with_zeros
-"""
-HIDDEN = """
-init = model.GPT.__init__
-def with_scales(self, config):
-    init(self, config)
-    self.transformer.h[0].scales = dict(residual=torch.nn.Parameter(torch.ones(1)))
-    self.transformer.h[0].all = [self.transformer.wte, self.transformer.wte.weight]
-model.GPT.__init__ = with_scales
-"""
+ZERO = INIT.format('torch.nn.init.zeros_(self.transformer.h[0].attn.c_proj.weight)')
+HIDDEN = INIT.format('self.transformer.h[0].scales = dict(residual=torch.nn.Parameter(torch.ones(1)))\n'
+                     '    self.transformer.h[0].all = [self.transformer.wte, self.transformer.wte.weight]')
+WEIGHT_NORM = INIT.format('torch.nn.utils.parametrizations.weight_norm(self.transformer.h[0].mlp.c_fc)')
 
 
 @pytest.mark.parametrize('code, words', [
@@ -256,13 +242,9 @@ model.GPT.__init__ = with_scales
                     '    logits = logits if targets is None else logits.tanh()'), 'other logits without targets'),
     (FORWARD.format('logits, loss = forward(self, idx, targets)\n    logits = logits * targets.shape[0]'),
      "STOPS with exit code 1: AttributeError: 'NoneType' object has no attribute 'shape'"),
-    (FORWARD.format('self.transformer.seen.add_(1)\n    logits, loss = forward(self, idx, targets)') + """
-init = model.GPT.__init__
-def with_buffer(self, config):
-    init(self, config)
-    self.transformer.register_buffer('seen', torch.zeros(()))
-model.GPT.__init__ = with_buffer
-""", 'changes the buffer transformer.seen in evaluation mode'),
+    (FORWARD.format('self.transformer.seen.add_(1)\n    logits, loss = forward(self, idx, targets)')
+     + INIT.format("self.transformer.register_buffer('seen', torch.zeros(()))"),
+     'changes the buffer transformer.seen in evaluation mode'),
     (FORWARD.format('kept = targets if targets is None else targets.clone()\n    if kept is not None:\n'
                     '        kept[:, 8:] = -1\n    logits, loss = forward(self, idx, kept)'), 'differs by '),
     (FORWARD.format('if targets is not None:\n        targets[:, 8:] = -1\n'
