@@ -2,12 +2,14 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +115,24 @@ def test_the_time_limit_is_in_hours_since_the_start_of_the_run():
         world, before = World('cpu', 'gloo'), time.monotonic()
         with undo_at_end():
             assert StopSignals(world, hours).deadline == pytest.approx(before + 3600 * (hours or float('inf')), abs=1)
+
+
+@pytest.mark.parametrize(('torchrun', 'after', 'ends'), [(False, 0.1, False), (False, 1.0, True), (True, 1.0, False),
+                                                         (True, 3.0, True)])
+def test_a_second_signal_ends_the_run_unless_it_repeats_the_first(monkeypatch, torchrun, after, ends):
+    """torchrun repeats a signal within two seconds."""
+    killed, clock = [], iter([50.0, 50.0 + after])
+    monkeypatch.setattr('runtime.signals.time.monotonic', lambda: next(clock))
+    monkeypatch.setattr('runtime.signals.os.kill', lambda pid, number: killed.append(number))
+    monkeypatch.setitem(os.environ, 'TORCHELASTIC_RUN_ID', '1')
+    if not torchrun:
+        monkeypatch.delenv('TORCHELASTIC_RUN_ID')
+    with undo_at_end():
+        stops = StopSignals(SimpleNamespace(started=0.0, is_master=False))
+        for _ in range(2):
+            signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+        assert killed == [signal.SIGTERM] * ends and stops.reason == 'SIGTERM'
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL) == ends
 
 
 def test_a_rank_waits_for_a_file_before_a_collective_that_could_time_out(monkeypatch):

@@ -8,7 +8,7 @@ from functorch.compile import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional as F
 
-from loss import Losses, mean_loss, sample_labels
+from loss import Losses, mean_loss, sample_labels, token_loss
 
 SECOND = 'none', 'drawn for all', 'drawn for some', 'given for some'
 
@@ -80,7 +80,11 @@ def test_any_negative_target_does_not_count():
     expected = Losses(model)(idx, targets, **second)[1:]
     targets[targets == -1] = -100
     torch.testing.assert_close(Losses(model)(idx, targets, **second)[1:], expected, rtol=0, atol=0)
-    assert mean_loss(torch.zeros(2, 3, 5), torch.full((2, 3), -1)) == 0
+
+    logits, none = torch.randn(2, 3, 5), torch.full((2, 3), -1)
+    assert mean_loss(logits, none) == 0
+    one = none.index_fill(1, torch.tensor(2), 4)[:1]
+    assert mean_loss(logits[:1], one) == token_loss(logits[:1], one)[0, 2]
 
 
 def test_losses_in_sixteen_bits_are_float32():

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import pytest
 import torch
@@ -132,6 +132,16 @@ def test_shape_of_a_run_and_in_a_checkpoint():
     assert tuple(gpt.model_args(config)) == gpt.NANOGPT_ARGS  # which nanoGPT reads
     config.gelu_approximate = 'tanh'
     assert GPTConfig(**gpt.model_args(config)) == config and asdict(config).keys() > gpt.model_args(config).keys()
+
+
+def test_the_defaults_of_a_config_are_those_of_its_constructor():
+    @dataclass
+    class Config:
+        width: int
+        depth: int = 2
+        heads: int = field(default=3, init=False)
+
+    assert gpt.default_args(Config) == dict(depth=2)
 
 
 def test_a_model_of_given_weights_has_them():

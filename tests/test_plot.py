@@ -113,6 +113,14 @@ def test_a_panel_for_each_metric(tmp_path):
                     ('Sophia-G', 'grad_clipped'): 0.02, ('AdamW', 'grad_clipped'): 0.3}
 
 
+def test_a_legend_has_as_many_columns_as_its_height_asks_for():
+    fig, (ax,) = figures.figure(height=2.0)  # ten rows
+    for i in range(21):
+        ax.plot([0], [0], label=f'run {i}')
+    figures.legend(fig, ax)
+    assert fig.legends[0]._ncols == 3
+
+
 def test_a_run_that_is_being_written_is_drawn(run):
     path = run / 'metrics.jsonl'
     lines = path.read_text()

@@ -12,7 +12,8 @@ from conftest import ROOT, rejection
 from runtime.files import one_line_errors
 from scripts.rehearse import last_words
 
-PROGRAMS = [str(path.relative_to(ROOT).with_suffix('')) for path in ROOT.glob('scripts/**/*.py')
+PROGRAMS = [str(path.relative_to(ROOT).with_suffix(''))
+            for path in (*ROOT.glob('scripts/**/*.py'), *ROOT.glob('data/*/prepare.py'))
             if re.search(r'^def main\(', path.read_text(encoding='utf-8'), re.M)]
 
 
@@ -43,7 +44,7 @@ def test_the_last_words_of_a_program_are_its_exceptions(text, words):
 
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_every_program_finds_the_repository_and_has_errors_of_one_line(name, monkeypatch):
-    """`python scripts/NAME.py` puts the script's directory on sys.path, and not the repository."""
+    """`python FOLDER/NAME.py` puts the folder on sys.path, and not the repository."""
     monkeypatch.setattr(sys, 'path', [place for place in sys.path if Path(place).resolve() != ROOT])
     scope = runpy.run_path(str(ROOT / f'{name}.py'))
     assert str(ROOT) in sys.path and hasattr(scope['main'], '__wrapped__')
