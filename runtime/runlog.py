@@ -97,7 +97,7 @@ def start_wandb(path, values):
     run.define_metric('iter')
     run.define_metric('*', step_metric='iter')
     if run_id and path.is_file():
-        received = run.summary.get('iter', -1)  # `log` changes it.
+        received = run.summary.get('iter', 0)  # `log` changes it.
         for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
             if entry['iter'] >= received:  # An iteration has up to two lines, of which one may have arrived.
                 run.log(entry)
