@@ -30,7 +30,7 @@ def argument_parser(doc, script, tokenizer=None):
     parser.add_argument('--overwrite', action='store_true', help='replace other bins in out_dir')
     if tokenizer:
         parser.add_argument('--tokenizer', type=get_tokenizer, metavar=TOKENIZER_NAMES, default=tokenizer,
-                            help=f'default: {tokenizer}')
+                            help='default: %(default)s')
     return parser
 
 

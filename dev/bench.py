@@ -187,9 +187,9 @@ def main(argv=None):
     parser = argument_parser(__doc__, usage='%(prog)s [options] [CONFIG ...]', allow_abbrev=False)
     parser.add_argument('--baseline', type=Path, metavar='PATH', help='a checkout to compare with')
     parser.add_argument('--rounds', type=at_least(1), default=15,
-                        help='steps of each kind and configuration (default: 15)')
+                        help='steps of each kind and configuration (default: %(default)s)')
     parser.add_argument('--jobs', type=at_least(1), default=1,
-                        help='CONFIGs set up at a time; more compile sooner but take more memory (default: 1)')
+                        help='CONFIGs set up at a time; more compile sooner but use more memory (default: %(default)s)')
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of each CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write all measurements as JSON')
     # argparse leaves the CONFIGs over, because they may begin with --, like flags.

@@ -164,8 +164,8 @@ def draw(low, h, title, correlation):
 def main(argv=None):
     parser = argparser(__doc__, 'curvature.png', '.csv and .json')
     parser.add_argument('checkpoint', help='out_dir (its newest checkpoint) or .pt file')
-    parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: gnb')
-    parser.add_argument('--sequences', type=at_least(32), default=512, help='training sequences (default: 512)')
+    parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: %(default)s')
+    parser.add_argument('--sequences', type=at_least(32), default=512, help='training sequences (default: %(default)s)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, training=True)

@@ -52,7 +52,7 @@ def main(argv=None):
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's)")
     parser.add_argument('--eval_sequences', type=at_least(0), default=0, help='as in train.py; 0 (default): all')
-    parser.add_argument('--batch_size', type=at_least(1), default=8, help='sequences per forward pass (default: 8)')
+    parser.add_argument('--batch_size', type=at_least(1), default=8, help='sequences at a time (default: %(default)s)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)

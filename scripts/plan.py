@@ -151,7 +151,7 @@ def main(argv=None):
     parser.add_argument('--gpu', metavar='NAME', help=f'{cards}, or the last word of a name (default: H100)')
     parser.add_argument('--gpus', type=at_least(1), help='number of GPUs (default: 1 with --gpu, else 8)')
     parser.add_argument('--mfu', type=at_least(0.01, float, at_most=1), default=0.4,
-                        help='share of the peak FLOP/s that training reaches (default: 0.4)')
+                        help='share of the peak FLOP/s that training reaches (default: %(default)s)')
     args, flags = parser.parse_known_args(argv)
     card = devices.gpu_named(args.gpu or 'H100')
     if not devices.GPUS.get(card):

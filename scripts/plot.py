@@ -25,7 +25,7 @@ NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_
 @one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'loss.png', of_runs=True)
-    parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: steps)')
+    parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: %(default)s)')
     parser.add_argument('--metrics', nargs='+', metavar='KEY',
                         help='keys of metrics.jsonl (default: val/loss train/loss, in one panel for a single run)')
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'))

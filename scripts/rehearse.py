@@ -318,7 +318,7 @@ def main(argv=None):
     if argv[:1] == ['--session']:
         return session(int(argv[1]), argv[2:])
     parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
-    parser.add_argument('--steps', type=at_least(STOP + 1), default=10, help='steps per run (default: 10)')
+    parser.add_argument('--steps', type=at_least(STOP + 1), default=10, help='steps per run (default: %(default)s)')
     names = [*EXACT, *ROUNDED]
     parser.add_argument('--only', choices=names, nargs='+', default=names, help='make only these comparisons')
     args, flags = parser.parse_known_args(argv)

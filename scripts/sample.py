@@ -29,14 +29,14 @@ def main(argv=None):
     parser.add_argument('--out_dir', help="the same, as nanoGPT's flag")
     parser.add_argument('--start', help="the prompt; FILE:NAME reads the whole file NAME; '' starts a document "
                                         '(default: a newline)')
-    parser.add_argument('--num_samples', type=at_least(1), default=10, help='(default: 10)')
-    parser.add_argument('--max_new_tokens', type=at_least(1), default=500, help='(default: 500)')
+    parser.add_argument('--num_samples', type=at_least(1), default=10, help='(default: %(default)s)')
+    parser.add_argument('--max_new_tokens', type=at_least(1), default=500, help='(default: %(default)s)')
     parser.add_argument('--temperature', type=at_least(0, float), default=0.8,
-                        help='0: always the likeliest token (default: 0.8)')
+                        help='0: always the likeliest token (default: %(default)s)')
     parser.add_argument('--top_k', type=at_least(0), default=200,
-                        help='only the k likeliest tokens; 0: all (default: 200)')
+                        help='only the k likeliest tokens; 0: all (default: %(default)s)')
     parser.add_argument('--top_p', type=at_least(0, float, at_most=1), default=1.0,
-                        help='only the likeliest tokens with this probability in total (default: 1)')
+                        help='only the likeliest tokens with this probability in total (default: %(default)s)')
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)

@@ -33,12 +33,12 @@ PANELS = ['loss', 'difference']
 def main(argv=None):
     parser = figures.argparser(__doc__, 'speedup.png', '.csv and .json', of_runs=True)
     parser.add_argument('--by', default='optimizer_name', metavar='KEY',
-                        help='setting to compare, or out_dir for the given paths (default: optimizer_name)')
+                        help='setting to compare, or out_dir for the given paths (default: %(default)s)')
     parser.add_argument('--baseline', metavar='NAME',
                         help='O1 (default: adamw; with --by the lowest value, or the first path)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
     parser.add_argument('--k', type=at_least(1, Fraction), default=Fraction(2),
-                        help='the claimed factor, such as 2, 1.1 or 4/3 (default: 2)')
+                        help='the claimed factor, such as 2, 1.1 or 4/3 (default: %(default)s)')
     compare.add_tuned(parser)
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=PANELS, help='default: all')
     args = figures.parse(parser, argv)

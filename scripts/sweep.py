@@ -136,7 +136,7 @@ def sweep_argparser(doc):
     parser = argument_parser(doc)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
     parser.add_argument('--out_dir', required=True, type=local_path, help='each run gets a directory in it')
-    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
+    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: %(default)s)')
     parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
                         help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
     return parser

@@ -31,7 +31,7 @@ def stream(files):
 @one_line_errors()
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b')
-    parser.add_argument('--num_files', type=at_least(1), default=30, help='training files to take (default: all 30)')
+    parser.add_argument('--num_files', type=at_least(1), default=30, help='training files (default: all %(default)s)')
     args = parser.parse_args()
     files = [('train', f'train/{i:02d}.jsonl.zst') for i in range(args.num_files)] + [('val', 'val.jsonl.zst')]
     split = f'{args.num_files} files for train, 1 for val'

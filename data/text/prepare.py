@@ -23,8 +23,8 @@ def main():
     parser.add_argument('files', nargs='+', type=local_path, metavar='PATH')
     parser.add_argument('--val_file', nargs='+', type=local_path, default=[], metavar='PATH', help='files for val.bin')
     parser.add_argument('--val_fraction', type=at_least(1e-9, float, at_most=0.5), default=0.01,
-                        help='the part for val.bin (default: 0.01)')
-    parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
+                        help='the part for val.bin (default: %(default)s)')
+    parser.add_argument('--text_key', default='text', help='key of texts in .jsonl and .parquet (default: %(default)s)')
     args = parser.parse_args()
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
     meta = write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)

@@ -81,8 +81,8 @@ def main(argv=None):
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
     parser.add_argument('--output', type=local_path, default='superglue.csv', metavar='FILE.csv',
-                        help='default: superglue.csv')
-    parser.add_argument('--data', default='aps/super_glue', help='on the Hub, or a path (default: aps/super_glue)')
+                        help='default: %(default)s')
+    parser.add_argument('--data', default='aps/super_glue', help='on the Hub, or a path (default: %(default)s)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
     from datasets import load_dataset
