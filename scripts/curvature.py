@@ -81,7 +81,7 @@ class Diagonal:
         """Two vectors, each from half of the sequences. Their sum is the low-noise h."""
         return [half / self.weights for half in self.sums]
 
-    def cv(self, at=slice(None), size=1, parts=1):
+    def cv(self, at, size, parts):
         """Return the standard deviation over the mean of an estimate by Algorithm 2 from `size` sequences in `parts`
         parts. Both are root mean squares over the coordinates `at`.
 

@@ -59,9 +59,22 @@ def test_masked_targets_are_left_out(gpt):
     torch.testing.assert_close(sum(gradients.halves), expected)
 
 
-def test_entries_that_are_0_have_no_logarithm():
-    a, b = torch.tensor([0.0, 1.0, 2.0, 4.0, 1.0]), torch.tensor([1.0, 3.0, 9.0, 27.0, 0.0])
-    assert curvature.log_correlation(a, b) == pytest.approx(1) == curvature.log_correlation(b, a)
+def test_entries_that_are_not_positive_have_no_logarithm():
+    a, b = torch.tensor([0.0, 0.5, 1.0, 4.0, 1.0]), torch.tensor([1.0, 0.5, 4.0, 1.0, 0.0])
+    assert curvature.log_correlation(a, b) == pytest.approx(1 / 7) == curvature.log_correlation(b, a)
+    low, h = torch.tensor([-1.0, 0.0, 0.5, 2.0, 4.0, 3.0]), torch.tensor([1.0, 1.0, 0.5, 3.0, 0.0, 0.2])
+    left, right = curvature.draw(low, h, '', 0.5).axes
+    assert sum(bar.get_height() for bar in left.patches) == 4 and right.collections[0].get_array().sum() == 3
+
+
+def test_a_row_from_two_sequences():
+    found = curvature.Diagonal()
+    for estimate in torch.tensor([[1.0, 2.0, 0.0], [3.0, 6.0, 0.0]]):
+        found.add(estimate)
+    row = curvature.describe('all', slice(None), found, 2, [1, 2], (torch.tensor([1.0, 3.0, 2.0]), 2, 4.0))
+    assert found.cv(slice(0, 1), 2, 1) == pytest.approx((2 - 4 / 3 / 2) ** 0.5)  # κ = 2 / (4 − 2 / 2) − 2
+    assert [row[key] for key in ('positive', 'agreement', 'noise_of_h', 'log_corr', 'scale')] == pytest.approx(
+        [2 / 3, 1, row['cv_2'] / 2, 1, 1])
 
 
 @pytest.mark.parametrize('iterations', [1, 20, 605])
