@@ -217,7 +217,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     stored = args.out_dir / 'sweep.json'
     if args.grid and args.spec or args.base and not args.grid:
-        parser.error('pass --spec, or --grid with arguments after --, not both; a spec has its arguments in "base"')
+        raise SystemExit('pass --spec, or --grid with arguments after --; a spec has its arguments in "base"')
     if args.grid:
         spec = dict(base=args.base, runs=[split_values(entry) for entry in args.grid])
     else:

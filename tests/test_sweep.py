@@ -109,15 +109,18 @@ def test_a_run_ends_with_its_last_iteration(tmp_path):
     assert sweep.outcome_of(trial.run) == (None, 'its learning rate decays over 200 iterations, and it was run for 100')
 
 
-def test_gpus_are_taken_in_turns(tmp_path, monkeypatch):
+def test_gpus_are_taken_in_turns_and_cores_are_shared(tmp_path, monkeypatch):
     seen, trial = [], sweep.Trial(tmp_path, {}, [])
-    monkeypatch.setattr(subprocess, 'Popen', lambda words, env, **_: seen.append(env['CUDA_VISIBLE_DEVICES']))
+    monkeypatch.setattr(subprocess, 'Popen', lambda words, env, **_: seen.append(
+        (env['CUDA_VISIBLE_DEVICES'], env['OMP_NUM_THREADS'])))
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     monkeypatch.setattr(sweep.torch.cuda, 'device_count', lambda: 2)
-    for visible, jobs in ('', 3), ('4,GPU-5a', 3), ('0,1,2,3,4', 2):
+    for visible, jobs, cores in ('', 3, 2), ('4,GPU-5a', 3, None), ('0,1,2,3,4', 2, 8):
+        monkeypatch.setattr(sweep.os, 'cpu_count', lambda: cores)  # noqa: B023
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
         for slot in range(jobs):
             sweep.start_trial(trial, [], slot, jobs)
-    assert seen == ['0', '1', '0', '4', 'GPU-5a', '4', '0,1', '2,3']
+    assert seen == [*((gpu, '1') for gpu in ('0', '1', '0', '4', 'GPU-5a', '4')), ('0,1', '4'), ('2,3', '4')]
 
 
 def table_of(text):
@@ -143,13 +146,14 @@ def test_the_table_is_averaged_over_seeds(tmp_path, capsys):
     spec = dict(base=SHAPE, runs=[dict(gamma=[0.1, 0.2, 0.3], seed=[1, 2], max_iters=100)])
     found = sweep.trials_of(spec, tmp_path)
     for trial, loss in zip(found, (3.0, 3.1, 2.9, 2.95, 2.8)):
-        fake_run(trial.out_dir, loss, ['--max_iters=100'], grad_clipped=loss / 10)
+        fake_run(trial.out_dir, loss, ['--max_iters=100'], data=str(loss < 2.9), grad_clipped=loss / 10)
     sweep.show(found)
-    common = dict(max_iters='100', seeds='2', state='finished')
-    assert table_of(capsys.readouterr().out) == [
+    text, common = capsys.readouterr().out, dict(max_iters='100', seeds='2', state='finished')
+    assert table_of(text.partition('note')[0]) == [
         dict(common, gamma='0.2', sd='0.0354', grad_clipped='0.2925', **{'val/loss': '2.9250'}),
         dict(common, gamma='0.1', sd='0.0707', grad_clipped='0.3050', **{'val/loss': '3.0500'}),
         dict(common, gamma='0.3', state='finished; not begun')]
+    assert '\nnote: the runs differ in the data (fingerprint)' in text
 
 
 @pytest.fixture(scope='module')
@@ -179,6 +183,8 @@ def test_a_sweep_shows_the_last_line_of_a_run_that_failed(tmp_path, capsys):
     argv = ['--out_dir', str(tmp_path), '--launcher', 'sh -c "echo first; echo last"', '--grid', 'seed=1', '--', *SHAPE]
     assert rejection(sweep.main, argv) == f'not finished: 1 of 1 runs; {tmp_path}/seed=1: last'
     assert 'seed=1: failed: last' in capsys.readouterr().err
+    argv[4:6] = '--noise=0', '--values', 'seed=1'
+    assert f'{tmp_path}/seed=1337: not begun; last. Then run the same command again' == rejection(tune.main, argv)
 
 
 def test_a_table_of_a_received_directory_executes_nothing(tmp_path, capsys):
@@ -237,11 +243,11 @@ def test_a_search_keeps_what_lowers_the_loss_by_more_than_the_noise():
         return [math.inf if s['lr'] == '1' else 3 + 0.05 * (a * a + b * b) + 0.02 * (a - b) ** 2
                 for s, (a, b) in zip(candidates, octaves)]
 
-    values = dict(lr=['0.001', '0.002', '0.004', '0.008', '1'], gamma=['0.05', '0.1', '0.2', '0.4'])
-    start, asked = dict(lr='0.001', gamma='0.05'), []
-    assert tune.search(values, start, 0, losses_of) == (dict(lr='0.004', gamma='0.2'), pytest.approx(3))
+    values = dict(lr=['0.001', '0.002', '0.004', '0.008', '1'], gamma=['0.05', '0.1', '0.2', '0.4'], flat=['1', '2'])
+    start, asked = dict(lr='0.001', gamma='0.05', flat='1'), []
+    assert tune.search(values, start, 0, losses_of) == (dict(lr='0.004', gamma='0.2', flat='1'), pytest.approx(3))
     asked.clear()
-    assert tune.search(values, start, 10, losses_of)[0] == asked[0] == start and len(asked) == 1 + 4 + 3
+    assert tune.search(values, start, 10, losses_of)[0] == asked[0] == start and len(asked) == 1 + 4 + 3 + 1
 
 
 def test_a_search_trains_its_candidates_once_and_names_edges(tmp_path, corpus, capsys):
@@ -257,6 +263,7 @@ def test_a_search_trains_its_candidates_once_and_names_edges(tmp_path, corpus, c
 
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
     (tune, ['--values', 'no=1', '--noise=0'], '--no: unknown setting'),
+    (sweep, ['--spec=x', '--grid', 'seed=1'], 'pass --spec, or'), (sweep, ['--', '--seed=1'], 'pass --spec, or'),
     (sweep, ['--grid', 'seed=1', 'gamma=1', 'seed=2'], 'seed=2: seed is given twice')])
 def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message):
     assert message in rejection(script.main, ['--out_dir', str(tmp_path), *argv])
@@ -274,9 +281,7 @@ def test_the_curvature_at_a_checkpoint(swept, tmp_path, capsys, monkeypatch, est
     assert (summary['iteration'], summary['sequences']) == (10, 32) and modes == {True}
     assert sum(row['parameters'] for row in tensors) == total['parameters']
     if estimator == 'hutchinson':  # the diagonal has negative entries, unlike Gauss-Newton's
-        assert 0.3 < total['positive'] < 0.9
+        assert 0.3 < total['positive'] < 0.9 and [key for key in total if key[:3] == 'cv_'] == ['cv_1']
         return
-    assert total['positive'] > 0.95 and total['agreement'] > 0.5
-    assert total['noise_of_h'] > 0 and total['scale'] > 0
-    out = capsys.readouterr().out
-    assert 'mean_age' in out
+    assert total['positive'] > 0.95 and total['agreement'] > 0.5 and total['noise_of_h'] > 0 and total['scale'] > 0
+    assert 'mean_age' in capsys.readouterr().out
