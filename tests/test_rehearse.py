@@ -1,8 +1,11 @@
 """scripts/rehearse.py: the unedited repository passes, and edits that keep state in a wrong place are found."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import train
 from configurator import Config, setting
 from scripts import rehearse
 
@@ -78,8 +81,6 @@ def averaged(*args):
     return dict(measure(*args), loss_mean=mean)
 train.train_step, train.metrics_of = noted, averaged
 '''
-
-
 PREVIOUS = '''
 import hessian
 def labels(self, X, Y, rows):
@@ -106,8 +107,6 @@ def augment(self, sequences, generators):
     return (sequences + loader.np.random.randint(0, 2, sequences.shape).astype(sequences.dtype)) % 251
 loader.TrainLoader.augment = augment
 '''
-
-
 LINES = '''
 import train
 step = train.train_step
@@ -202,6 +201,7 @@ def edited(self, idx, targets=None):
     return logits, loss
 model.GPT.forward = edited
 """
+RETURNED = FORWARD.replace('{}', 'logits, loss = forward(self, idx, targets)\n    {}')
 INIT = """
 init = model.GPT.__init__
 def initialized(self, config):
@@ -227,7 +227,7 @@ def loss_is(expression):
 
 ZERO = INIT.format('torch.nn.init.zeros_(self.transformer.h[0].attn.c_proj.weight)')
 HIDDEN = INIT.format('self.transformer.h[0].scales = dict(residual=torch.nn.Parameter(torch.ones(1)))\n'
-                     '    self.transformer.h[0].all = [self.transformer.wte, self.transformer.wte.weight]')
+                     '    self.transformer.h[0].all = [self.transformer.wte, torch.nn.Linear(1, 1)]')
 WEIGHT_NORM = INIT.format('torch.nn.utils.parametrizations.weight_norm(self.transformer.h[0].mlp.c_fc)')
 
 
@@ -238,9 +238,8 @@ WEIGHT_NORM = INIT.format('torch.nn.utils.parametrizations.weight_norm(self.tran
      'later tokens or chance'),
     ('dropout = torch.nn.functional.dropout\ntorch.nn.functional.dropout = lambda x, p, training: dropout(x, 0.1)',
      'later tokens or chance'),
-    (FORWARD.format('logits, loss = forward(self, idx, targets)\n'
-                    '    logits = logits if targets is None else logits.tanh()'), 'other logits without targets'),
-    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    logits = logits * targets.shape[0]'),
+    (RETURNED.format('logits = logits if targets is None else logits.tanh()'), 'other logits without targets'),
+    (RETURNED.format('logits = logits * targets.shape[0]'),
      "STOPS with exit code 1: AttributeError: 'NoneType' object has no attribute 'shape'"),
     (FORWARD.format('self.transformer.seen.add_(1)\n    logits, loss = forward(self, idx, targets)')
      + INIT.format("self.transformer.register_buffer('seen', torch.zeros(()))"),
@@ -251,20 +250,17 @@ WEIGHT_NORM = INIT.format('torch.nn.utils.parametrizations.weight_norm(self.tran
                     '    logits, loss = forward(self, idx, targets)'), 'fulfills the contract'),
     (loss_is('0.5 * plain(logits, targets)'), 'differs by 50%'),
     (loss_is('plain(logits - 0.5 * torch.arange(1.0, 257).log(), targets)'), 'differs by '),
-    (loss_is('0.8 * plain(logits, targets) - 0.2 * logits.log_softmax(-1).mean(-1)'), 'fulfills the contract'),
-    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss if targets is None else '
-                    'loss + self.transformer.wpe.weight.square().sum()'), 'differs by '),
+    (loss_is('0.8 * plain(logits, targets) - 0.15 * logits.log_softmax(-1).mean(-1)'), 'fulfills the contract'),
+    (RETURNED.format('loss = loss and loss + self.transformer.wpe.weight.square().sum()'), 'differs by '),
     ('import functools\ntorch.nn.functional.cross_entropy = functools.partial(\n'
      '    torch.nn.functional.cross_entropy, label_smoothing=0.1)', 'cross_entropy is not the plain one'),
     (PENALTY, 'the first step trains on a loss of '),
-    (LENGTH, 'fulfills the contract'),
-    (HIDDEN, 'transformer.h.0.scales holds parameters that are neither trained nor saved'),
-    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss and len(idx) * loss'),
-     'another loss for the same sequences twice'),
-    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss and loss[None]'),
-     'does not return (logits of all positions, 0-d mean loss)'),
-    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    logits = logits[:, -1:]'),
-     'does not return (logits of all positions, 0-d mean loss)'),
+    (LENGTH + INIT.format('self.transformer.wte.weight.data.mul_(50)'), 'fulfills the contract'),  # without dropout
+    (HIDDEN, 'transformer.h.0.scales holds parameters that are neither trained nor saved; use nn.ModuleList there\n'
+             'warning: transformer.h.0.all holds parameters'),
+    (RETURNED.format('loss = loss and len(idx) * loss'), 'another loss for the same sequences twice'),
+    (RETURNED.format('loss = loss and loss[None]'), 'does not return (logits of all positions, 0-d mean loss)'),
+    (RETURNED.format('logits = logits[:, -1:]'), 'does not return (logits of all positions, 0-d mean loss)'),
 ])
 def test_a_model_that_is_not_as_training_takes_it(report, code, words):
     status, text = report(code, '--dropout=0.2', '--only', 'model')
@@ -282,10 +278,28 @@ def test_the_loop_may_draw_random_numbers_and_keep_a_file_and_layers_may_have_pa
     assert not status and text.splitlines()[0].split() == ['resumed', 'equal'], text
 
 
-def test_ranks_that_wait_for_each_other_are_ended(monkeypatch):
+def test_ranks_that_fail_or_wait_for_each_other_are_ended(monkeypatch):
+    assert rehearse.launch(['-c', 'print(1)']) == '1\n'
+    with pytest.raises(SystemExit, match='^STOPS with exit code 3: last$'):
+        rehearse.launch(['-c', 'import os, sys; print("last"); sys.exit(3 * int(os.environ["RANK"]))'], ranks=2)
     monkeypatch.setattr(rehearse, 'PATIENCE', 1)
     with pytest.raises(SystemExit, match='still running after 1 s'):
         rehearse.launch(['-c', 'import time; time.sleep(60)'], ranks=2)
+
+
+def test_what_is_compared(finished, monkeypatch):
+    monkeypatch.setattr(rehearse, 'launch', lambda *_: None)
+    last = rehearse.trained(finished(name='sophiag'), [])[10].keys()
+    assert {'val/loss', 'TrainState.tokens'} <= last and not {'time', 'step_ms', 'TrainState.seconds'} & last
+
+
+def test_a_nudge_changes_the_last_bits_of_the_first_weights(monkeypatch):
+    run = SimpleNamespace(params=[torch.ones(99)], stops=SimpleNamespace(save=False))
+    monkeypatch.setattr(train, 'train', lambda c: [train.train_step(run, None, i) for i in (0, 2)])
+    for nudge, moved in (0, 0), (1, 2 ** -22):
+        monkeypatch.setattr(train, 'train_step', lambda *_: None)
+        rehearse.session(nudge, [])
+        assert (run.params[0] - 1).max() == moved and run.stops.save
 
 
 def test_each_kind_of_dropout_is_turned_off_and_a_text_is_left_alone():
@@ -303,3 +317,5 @@ def test_the_first_number_and_the_first_tensor_that_differ_are_named():
                                           'of norm 0 instead of a tensor of norm 1.41421356; state may live in ')
     assert rehearse.difference(one, {**one, 1: two[1]})[1].count('from step') == 1
     assert rehearse.difference(one, one) == (True, 'equal')
+    for loss, agrees in (1.019, True), (1.021, False):  # the nudged run is 0.002 apart
+        assert rehearse.difference(one, {**one, 1: dict(one[1], loss=loss)}, {1: dict(one[1], loss=1.002)})[0] == agrees
