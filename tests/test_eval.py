@@ -82,9 +82,9 @@ def test_the_data_set_is_found_from_another_directory(capsys, out_dir, corpus, t
     assert evaluate(capsys, out_dir, '--dataset=mine')['loss'] == plain['loss']
 
 
-def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):
+def test_a_mixture_is_evaluated_part_by_part_also_where_it_was_not_trained_on(capsys, out_dir, corpus, tmp_path):
     shutil.copytree(corpus, tmp_path / 'other')
-    eval_script.main([str(out_dir), f'--dataset={corpus}:0.7,{tmp_path / "other"}:0.3', '--device=cpu'])
+    eval_script.main([str(out_dir), f'--dataset={corpus}:1,{tmp_path / "other"}:0', '--device=cpu'])
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first['data'] == str(corpus / 'val.bin') and second['data'] == str(tmp_path / 'other' / 'val.bin')
     assert first['loss'] == second['loss'] == evaluate(capsys, out_dir)['loss']

@@ -133,8 +133,9 @@ def test_an_export_adds_no_token_that_training_did_not_have(tmp_path):
     assert theirs('a b')['input_ids'] == tokenizer.encode('a b') == [2, 3] and theirs.eos_token_id == 1
 
 
-def test_bytes_of_an_export(tmp_path):
+def test_bytes_of_an_export(tmp_path, capsys):
     export_bytes(tmp_path)
+    assert 'hf: 13,808 parameters, logits differ by at most ' in capsys.readouterr().out
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf'), load(tmp_path / 'hf').tokenizer
     assert len(theirs) == ours.vocab_size == 256 and theirs.eos_token_id == ours.eot_id == 0
     # U+0100 stands for byte 0 in the vocabularies of other byte-level tokenizers.

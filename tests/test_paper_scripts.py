@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import rejection
-from fake_runs import make, rows_of
+from fake_runs import GRADIENT_FLOPS, make, rows_of
 
 from records.paper import clipped_newton, toy_landscape
 from scripts.paper import final_losses
@@ -55,6 +55,7 @@ def test_final_losses_draws_the_best_rate_of_finished_runs(tmp_path, capsys):
     assert rows == [('AdamW', 100, pytest.approx(3.3), 3), ('AdamW', 200, pytest.approx(3.1), 1),
                     ('Sophia-G', 100, pytest.approx(3.2), 1)]
     assert 'left out' in capsys.readouterr().err
+    assert 'no finished run' in rejection(final_losses.main, [str(*tmp_path.glob('sophiag*-4'))])
 
 
 def test_final_losses_finds_the_largest_stable_rate(tmp_path, capsys):
@@ -80,13 +81,14 @@ def test_final_losses_finds_the_largest_stable_rate(tmp_path, capsys):
     assert stable() == {'False': ['–', '0.001'], 'True': ['0.002', '0.004']}
     make(tmp_path, 'lion', 100, 3.0, 5e-4, argv=['--scale_attn_by_inverse_layer_idx=False'])
     make(tmp_path, 'lion', 100, 3.4, 1e-3, argv=['--scale_attn_by_inverse_layer_idx=False'])
-    lines = stable()
-    assert lines['False'] == ['0.001', '–']  # Lion's, which come last
+    assert stable()['False'] == ['0.001', '–']  # Lion's, which come last
 
 
 def test_a_noisy_mini_batch_makes_no_rate_unstable():
-    run = SimpleNamespace(series=lambda key: ([], [5.0, 4.0] + [3.0] * 18 + [2.0, 4.0]))
-    assert final_losses.tenths(run) == [3.0] * 10 + [4.5]
+    for name, losses, means in [('train/loss', [4.0, 5.0, 4.0] + [3.0] * 18 + [2.0, 4.0], [3.0] * 10 + [4.5, 4.0]),
+                                ('val/loss', [4.0, 5.0, 3.0], [3.0, 5.0, 4.0])]:  # a short run
+        run = SimpleNamespace(series=lambda key: ([0, 1, 2], losses) if key == name else ([], []))  # noqa: B023
+        assert final_losses.tenths(run) == means
 
 
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):
@@ -94,13 +96,13 @@ def test_final_losses_by_hessian_interval_against_flops(tmp_path):
         make(tmp_path, 'sophiag', 100, 3.0 + k / 100, argv=[f'--hessian_interval={k}'])
     final_losses.main([str(tmp_path), '--by', 'hessian_interval', '--x', 'flops', '--output', str(tmp_path / 'f.png')])
     frequent, seldom = rows_of(tmp_path / 'f.csv')
-    assert frequent['line'] == 'k 1'
+    assert frequent['line'] == 'k 1' and float(seldom['flops']) == pytest.approx(100 * GRADIENT_FLOPS * (1 + 1 / 30))
     # Two thirds of half of the mini-batch: a third more at k = 1, a thirtieth at k = 10.
     assert float(frequent['flops']) / float(seldom['flops']) == pytest.approx((1 + 1 / 3) / (1 + 1 / 30))
 
 
 @pytest.mark.parametrize(('keys', 'argv', 'lines'), [
-    (['dropout'], [['--dropout=0'], ['--dropout=0.1']], ['dropout 0.0', 'dropout 0.1']),
+    (['dropout'], [['--dropout=0.2'], ['--dropout=0'], ['--dropout=0.1']], [f'dropout 0.{i}' for i in range(3)]),
     (['bias'], [['--bias=False'], ['--bias=True']], ['bias False', 'bias True']),
     (['optimizer_name', 'gamma'], [[], ['--optimizer_name=sophiag']], ['AdamW', 'Sophia-G, γ 0.05'])])
 def test_a_line_is_named_by_its_settings(tmp_path, keys, argv, lines):
@@ -119,5 +121,4 @@ def test_a_grid_shows_losses(tmp_path):
     cells = {(float(row['gamma']), float(row['beta2'])): float(row['val/loss']) for row in rows_of(tmp_path / 'g.csv')}
     assert cells == {(g, b): pytest.approx(3 + g + b) for g in (0.01, 0.02) for b in (0.95, 0.99)}
     make(tmp_path, 'adamw', 100, 3.5, lr=1e-3)
-    message = rejection(final_losses.main, [str(tmp_path), '--grid', 'schedule', 'max_iters'])
-    assert 'not AdamW, Sophia-H' in message
+    assert 'not AdamW, Sophia-H' in rejection(final_losses.main, [str(tmp_path), '--grid', 'schedule', 'max_iters'])

@@ -125,7 +125,8 @@ def test_what_is_printed(capsys):
         plan.main(flags)
         assert 'fsdp' not in capsys.readouterr().out
     plan.main(['--optimizer_name=sophiag', '--gpus=2'])
-    assert 'fsdp' in capsys.readouterr().out
+    assert re.search(r'\n  \* ddp .*\n      parameters .*\n    ddp  check.*\n    fsdp ', capsys.readouterr().out)
+    assert [plan.number(x) for x in (1561.24, 10.0, 9.94, 0.0042)] == ['1,561.2', '10.0', '9.9', '0.0042']
     for flags, told in ((['--model_size=30M', '--max_iters=600'], '0.26 s a step; 600 steps take 0.043 hours, 0.043'),
                         (['--model_size=355M'], '3 s a step; 100,000 steps take 83.6 hours, 83.6')):
         plan.main([*flags, '--gpu=H100'])

@@ -69,6 +69,7 @@ def test_the_file_that_is_read_is_not_overwritten(tmp_path):
     assert rejection(plot.main, [str(path)]) == (
         f'{path}: the numbers of the picture would replace it; choose another --output')
     assert path.read_text().endswith('AdamW,1,100,3.0\n') and not (tmp_path / 'loss.png').exists()
+    assert 'add a column flops' in rejection(plot.main, [str(path), '--x=flops', f'--output={tmp_path}/x.png'])
 
 
 def test_a_picture_of_records_is_not_written_among_them(tmp_path, monkeypatch):
@@ -88,7 +89,7 @@ def test_a_notebooks_backend_is_not_used(run):
     assert (run / 'loss.png').is_file()
 
 
-def test_lines_are_named_after_their_differences(tmp_path):
+def test_lines_are_named_after_their_differences(tmp_path, capsys):
     for name, lr in (('adamw', 1e-3), ('adamw', 2e-3), ('lion', 1e-3)):
         argv = ['--max_iters=100', f'--optimizer_name={name}', f'--learning_rate={lr}']
         fake_run(tmp_path / f'{name}{lr}', 3.0, argv)
@@ -96,9 +97,10 @@ def test_lines_are_named_after_their_differences(tmp_path):
     plot.main(argv)
     assert {row['run'] for row in rows_of(tmp_path / 'x.csv')} == {
         'AdamW, learning rate 0.001', 'AdamW, learning rate 0.002', 'Lion'}
-    fake_run(tmp_path / 'again', 2.0, ['--max_iters=100', '--optimizer_name=lion', '--learning_rate=1e-3'])
-    plot.main(argv)  # Runs with the same settings and seed are not averaged, because their code may differ.
-    assert {row['run'] for row in rows_of(tmp_path / 'x.csv')} == {'adamw0.001', 'adamw0.002', 'lion0.001', 'again'}
+    fake_run(tmp_path / 'again', 2.0, ['--max_iters=100', '--optimizer_name=lion', '--learning_rate=1e-3'], data='new')
+    plot.main([*map(str, tmp_path.glob('*/')), *argv[1:3]])  # A repeated seed is not averaged: its code may differ.
+    assert {row['run'] for row in rows_of(tmp_path / 'loss.csv')} == {'adamw0.001', 'adamw0.002', 'lion0.001', 'again'}
+    assert 'note: the runs differ in the data (fingerprint)' in capsys.readouterr().err
 
 
 def test_a_panel_for_each_metric(tmp_path):
@@ -115,20 +117,21 @@ def test_a_panel_for_each_metric(tmp_path):
 
 def test_a_legend_has_as_many_columns_as_its_height_asks_for():
     fig, (ax,) = figures.figure(height=2.0)  # ten rows
-    for i in range(21):
-        ax.plot([0], [0], label=f'run {i}')
+    for i, style in enumerate(figures.styles(['adamw'] * 21)):
+        ax.plot([0], [0], label=f'run {i}', **style)
     figures.legend(fig, ax)
-    assert fig.legends[0]._ncols == 3
+    assert fig.legends[0]._ncols == 3 and len({line.get_color() for line in ax.lines}) == 21
 
 
 def test_a_run_that_is_being_written_is_drawn(run):
     path = run / 'metrics.jsonl'
-    lines = path.read_text()
-    path.write_text(lines + '{"iter": 110, "val/lo')
+    path.write_text(path.read_text() + '{"iter": 110, "val/lo')
     plot.main([str(run)])
     assert rows_of(run / 'loss.csv')[10]['steps'] == '100'
 
 
 def test_a_metric_that_no_run_has_is_named(run):
     assert 'mfu: no such metric' in rejection(plot.main, [str(run), '--metrics', 'mfu'])
-    assert not (run / 'loss.png').exists()
+    assert 'x.jpg: must end in .png' in rejection(plot.main, [str(run), '--output=x.jpg'])
+    (run / 'metrics.jsonl').write_text('')
+    assert 'val/loss: no such metric' in rejection(plot.main, [str(run)]) and not (run / 'loss.png').exists()

@@ -59,4 +59,4 @@ def test_expected_best_is_the_mean_over_all_choices():
 
 def test_holm():
     assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
-    assert holm([None, 0.01]) == pytest.approx([1, 0.02])
+    assert holm([None, 0.01]) == pytest.approx([1, 0.02]) and holm([0.6, 0.7]) == [1, 1]

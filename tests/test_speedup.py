@@ -210,7 +210,7 @@ def test_runs_of_another_protocol_are_rejected(tmp_path, options, what):
         assert judge(tmp_path, '--tuned', what)['holds']
 
 
-@pytest.mark.parametrize(('steps', 'comparable'), [(50, True), (100, True), (20, False)])
+@pytest.mark.parametrize(('steps', 'comparable'), [(50, True), (102, True), (103, False), (20, False)])
 def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path, steps, comparable):
     make(tmp_path, 'adamw', 100, 3.0, argv=['--warmup_iters=50'])
     make(tmp_path, 'adamw', 200, 3.0, argv=[f'--warmup_iters={steps}'])

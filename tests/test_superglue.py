@@ -21,10 +21,9 @@ def test_the_first_word_of_the_line_is_the_answer():
 
 
 def test_scores_of_a_model_with_known_answers(tmp_path, monkeypatch):
-    """The model answers claim A with yes and B with no; after C it ends the document before the yes."""
+    """The model answers claim A with yes and B with no; after C it ends the document before the yes; D is no answer."""
     loaded = with_tokenizer(load(save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)))
-    loaded.model.config.block_size = 400
-    answers = {'A': ' yes\n', 'B': ' no\n', 'C': '\0yes'}
+    answers = {'A': ' yes\n', 'B': ' no\n', 'C': '\0yes', 'D': ' yesterday'}
 
     def forward(idx):
         logits = torch.zeros(*idx.shape, 256)
@@ -37,11 +36,13 @@ def test_scores_of_a_model_with_known_answers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loaded.model, 'forward', forward)
     examples = [dict(premise='P.', hypothesis=claim, label=label)
-                for claim, label in (('A', 0), ('A', 1), ('B', 1), ('B', 1), ('C', 0))]
+                for claim, label in (('A', 0), ('A', 1), ('B', 1), ('B', 1), ('C', 0), ('D', 0))]
+    longest = superglue.make_prompt(TASKS['rte'], examples[2:4], examples[0])  # without the yes of the first two
+    loaded.model.config.block_size = len(longest) + len(' yes') + 1
     found = superglue.run_task(loaded, TASKS['rte'], examples, [examples[:2], examples[2:4]])
-    assert found['accuracy'] == pytest.approx(3 / 5) and found['stdev'] == 0
-    assert found['standard_error'] == pytest.approx((0.6 * 0.4 / 5) ** 0.5) and found['prompts_cut'] == 0
-    assert found['majority'] == 3 / 5 and found['random'] == 1 / 2
+    assert found['accuracy'] == pytest.approx(3 / 6) and found['stdev'] == 0
+    assert found['standard_error'] == pytest.approx((0.5 * 0.5 / 6) ** 0.5) and found['prompts_cut'] == 0.5
+    assert found['majority'] == 3 / 6 and found['random'] == 1 / 2
 
 
 def test_script(tmp_path, monkeypatch):
