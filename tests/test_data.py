@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import io
 import json
+import operator
 import os
 import random
 import re
@@ -182,6 +183,7 @@ def test_openwebtext_has_nanogpts_split(tmp_path, monkeypatch):
     rows = [*texts(2499), '']  # two documents for val
     files = [str(write_parquet(tmp_path / f'{i}.parquet', rows[start:end]))
              for i, (start, end) in enumerate([(0, 900), (900, 1000), (1000, 2500)])]
+    assert openwebtext.FILES[-1].endswith('/train-00079-of-00080.parquet')
     monkeypatch.setattr(openwebtext, 'FILES', files)
     prepare('openwebtext', '--out_dir', tmp_path / 'out', '--num_proc', 2)
     train, val, meta = bins(tmp_path / 'out')
@@ -194,7 +196,7 @@ def test_openwebtext_has_nanogpts_split(tmp_path, monkeypatch):
     assert meta['split'] == "train_test_split: {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}"
 
 
-def test_shakespeare_char_is_nanogpts(tmp_path):
+def test_shakespeare_char_is_nanogpts(tmp_path, monkeypatch):
     path, text = tmp_path / 'input.txt', 'To be, or not to be:\n' * 50
     path.write_text(text)
     prepare('shakespeare_char', '--input', path, '--out_dir', tmp_path / 'out')
@@ -204,6 +206,11 @@ def test_shakespeare_char_is_nanogpts(tmp_path):
     assert [*train, *val] == [chars.index(c) for c in text] and len(train) == int(0.9 * len(text))
     assert rejection(tokenizer_from_meta(meta).encode, 'z') == (
         f"character 'z' is not among the {len(chars)} of this vocabulary")
+    downloads = iter([io.BytesIO(text.encode())])
+    monkeypatch.setattr('urllib.request.urlopen', lambda *_, **__: next(downloads))
+    for _ in range(2):  # the second time without a download
+        prepare('shakespeare_char', '--out_dir', tmp_path / 'new/folder')
+    assert (tmp_path / 'new/folder/input.txt').read_text() == text
 
 
 @pytest.mark.parametrize('name, vocab_size, eot_id', [('gpt2', 50257, 50256), ('byte', 256, 0)])
@@ -345,7 +352,8 @@ def content(out_dir):
 
 
 def test_ids_above_65536_are_uint32(tmp_path):
-    text = ''.join(chr(i) for i in range(70_000) if not 0xd800 <= i < 0xe000)
+    text = ''.join(chr(i) for i in range(67_585) if not 0xd800 <= i < 0xe000)
+    assert (len(text), Char(text[1:]).dtype) == (65_537, 'uint16')
     corpus = Corpus('many', 'r', 'by hand', open=lambda: [[('train', text), ('val', text[-2:])]])
     write_bins(corpus, Char(text), tmp_path, num_proc=1)
     train, val, meta = bins(tmp_path)
@@ -414,6 +422,9 @@ def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(t
     network += ['01.jsonl', 'val.jsonl']
     assert 'resuming after 1 parts' in prepare(*command)
     assert [documents_of(ids, BYTE) for ids in bins(tmp_path / 'out')[:2]] == [['00.jsonl', '01.jsonl'], ['val.jsonl']]
+    network += [f'{i:02d}.jsonl' for i in range(40)]
+    prepare('pile', '--tokenizer', 'byte', '--out_dir', tmp_path / 'all')
+    assert bins(tmp_path / 'all')[2]['train']['documents'] == 30
 
 
 def test_openwebtext_without_a_network_is_one_line(tmp_path, monkeypatch):
@@ -456,6 +467,15 @@ def test_shards_are_joined(tmp_path, monkeypatch):
         assert 'bytes' not in meta['train'] and meta['split'] == f'val: {names[2]}'
 
 
+@pytest.mark.parametrize('name, flag, good, bad', [
+    ('text', '--val_fraction', [1e-9, 0.5], [0, 0.6]), ('text', '--num_proc', [1], [0]),
+    ('pile', '--num_files', [1], [0]), ('fineweb', '--download', [1, 103], [0, 104])])
+def test_the_bounds_of_a_flag(name, flag, good, bad):
+    for value in good + bad:
+        message = prepare(name, 'x', flag, value, '--tokenizer', 'byte', '--unknown', ok=False)
+        assert ('must be at least' if value in bad else 'unrecognized arguments') in message
+
+
 @pytest.mark.parametrize('change', [dict(magic=20240801), dict(version=2), dict(tokens=299)])
 def test_a_bad_shard_is_one_line(tmp_path, change):
     bad = write_shard(tmp_path / 'bad.bin', shard_ids(0), **change)
@@ -474,7 +494,7 @@ def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path)
 
 @pytest.mark.parametrize('documents, val', [
     (['one document\nof few\nlines'], 'of few\nlines'), (['no line end'], ' end'), (['ab', 'c\nd', 'e f'], 'de f'),
-    (['title\n' + 'ACGT' * 25], 'ACGT' * 8)])
+    (['title\n' + 'ACGT' * 25], 'ACGT' * 8), (['xy'], 'y')])
 def test_few_documents_are_split_by_position(documents, val, tmp_path):
     (tmp_path / 'a.txt').write_text(EOT.join(documents))
     found = by_split(sources.files_corpus([tmp_path / 'a.txt'], val_fraction=0.3))
@@ -523,11 +543,11 @@ def test_no_file_is_in_both_splits(tmp_path):
 def test_the_files_of_a_directory(tmp_path, capsys):
     """Those that can be read, sorted by name; the others are counted, except hidden files."""
     folder = tmp_path / 'corpus'
-    for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.TXT', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz',
+    for name in ('b/v2.0.txt', 'a.jsonl.gz', 'b/1.TXT', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz',
                  'c4-train.01.json.gz', 'c4-train.02.json.gz', 'LICENSE', 'y.parquet.gz'):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    assert sources.expand([folder]) == [folder / name for name in ('a.jsonl.gz', 'b/1.TXT', 'b/2.txt', 'c.txt')]
+    assert sources.expand([folder]) == [folder / name for name in ('a.jsonl.gz', 'b/1.TXT', 'b/v2.0.txt', 'c.txt')]
     assert capsys.readouterr().out.startswith(
         f'{folder}: 4 files read, 6 left out (.json.gz, LICENSE, .md, .gz, .parquet.gz); .txt, .jsonl')
     (folder / 'z.pdf').touch()
@@ -558,11 +578,11 @@ def test_nulls_are_left_out_and_counted(tmp_path, capsys):
         assert capsys.readouterr().out.count(f'{path}: 2 null texts left out of 5') == 1
 
 
-@pytest.mark.parametrize('words, told', [(5000, False), (3900, True)])
-def test_a_small_validation_set_is_named(tmp_path, words, told):
-    (tmp_path / 'a.txt').write_text('word\n' * words)
-    out = prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', '--tokenizer', 'byte', '--val_fraction',
-                  0.5, '--num_proc', 1)
+@pytest.mark.parametrize('size, told', [(999_850, False), (999_750, True)])  # one in 100 is for val
+def test_a_small_validation_set_is_named(tmp_path, size, told):
+    (tmp_path / 'a.txt').write_text('x' * size)
+    out = prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', '--tokenizer', 'byte', '--num_proc', 1)
+    assert read_meta(tmp_path / 'out')['val']['tokens'] == 10_000 - told
     assert ('val/loss will be noisy; raise --val_fraction' in out) == told
 
 
@@ -580,7 +600,7 @@ def test_the_share_that_a_tokenizer_loses_is_told(tmp_path):
                       write_jsonl(tmp_path / 'b.jsonl', ['a b']))
         meta = read_meta(tmp_path / 'out')
         assert (meta['train'].get('lost'), meta['val'].get('lost')) == ((1 / 3, 2 / 3) if told else (None, None))
-        assert ('loses 33.3% of its characters' in out) == told == (Bin(tmp_path / 'out', 'val').lost > 0)
+        assert ('loses 33.3% of its characters' in out) == told == (Bin(tmp_path / 'out', 'val').lost != 0)
 
 
 @pytest.mark.parametrize('mark', ['', '\ufeff'])
@@ -605,6 +625,7 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
     ('a.csv', b'text\n', 'a.csv: no file to read; .txt, .jsonl'),
     ('a.jsonl', b'[{"text": "good"}]\n', "(ValueError: a line begins with [, not {; jq -c '.[]' splits"),
     ('a.txt', b' \n ', 'no text for train.bin'),
+    ('a.txt', b'x', 'no text for val.bin'),
 ])
 def test_bad_text_is_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
@@ -624,3 +645,4 @@ def test_pysource_needs_no_download_and_no_further_package(tmp_path):
     assert 0.03 < len(val) / len(train) < 0.2
     train_files, val_files = (documents_of(ids, BYTE) for ids in (train, val))
     assert not set(train_files) & set(val_files) and Path(random.__file__).read_text() in train_files + val_files
+    assert Path(operator.__file__).read_text() in val_files  # by the hash of 'operator.py'

@@ -10,12 +10,15 @@ from conftest import ROOT, rejection, write_bins
 
 from data import loader
 from data.loader import Bin, Mixture, TrainLoader, ValidationLoader, open_dataset, sequence_starts
-from runtime.rng import keyed_bits
+from runtime.rng import keyed_bits, keyed_seed, keyed_uniforms
 
 
 def test_data_order_never_changes():
     """Pinned, because other numbers would silently change the data of resumed and compared runs."""
     assert keyed_bits(1337, 0, 5, 2).tolist() == [6403813828210065407, 16623685186354751458]
+    assert keyed_seed(1337, 0, 5) == 6403813828210065407 // 2
+    assert keyed_uniforms(1337, 0, 5, [2]).tolist() == [bits // 2 ** 40 / 2 ** 24 for bits in keyed_bits(1337, 0, 5, 2)]
+    assert keyed_bits(-1, 0, 5) == keyed_bits(2 ** 64 - 1, 0, 5) != keyed_bits(2 ** 63 - 1, 0, 5)
     assert sequence_starts(1337, 5, 3, 9_000_000_000, 1024).tolist() == [3124362633, 8110545094, 3008058390]
     assert not np.array_equal(sequence_starts(1337, 6, 3, 9_000, 64), sequence_starts(1337, 5, 3, 9_000, 64))
     assert not np.array_equal(sequence_starts(1338, 5, 3, 9_000, 64), sequence_starts(1337, 5, 3, 9_000, 64))
@@ -98,10 +101,10 @@ def test_validation_sequences_are_spread_over_the_split(corpus):
 @pytest.mark.parametrize('tokens, told', [(7 * 32 + 1, True), (8 * 32 + 1, False)])
 def test_a_validation_set_of_few_sequences_is_named_once(tmp_path, capsys, tokens, told):
     data = Bin(write_bins(tmp_path, range(100), range(tokens), vocab_size=300), 'val')
-    for rank in (0, 1, 0):
+    for rank, now in (1, False), (0, told), (0, False):
         ValidationLoader(data, 1, 4, 32, rank, 2, 'cpu')
-    err = capsys.readouterr().err
-    assert err.count('\n') == told and ('only 7 sequences of block_size = 32,' in err) == told
+        err = capsys.readouterr().err
+        assert err.count('\n') == now and ('only 7 sequences of block_size = 32,' in err) == now
 
 
 @pytest.mark.parametrize('dtype, ids', [('uint16', [0, 32767, 32768, 65535]), ('uint32', [0, 70_000, 2 ** 32 - 2])])
@@ -223,10 +226,10 @@ def test_mixtures_that_cannot_be_are_one_line(dataset, message, two):
 
 def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
     """Only samples of the ids are checked at first; all are checked when they are read."""
-    assert rejection(open_dataset, 'a:1,b:1', 400) == (
-        'data/b/val.bin: 300 tokens are too few for block_size = 400; set --block_size to at most 299, or prepare it '
+    assert rejection(open_dataset, 'a:1,b:1', 300) == (
+        'data/b/val.bin: 300 tokens are too few for block_size = 300; set --block_size to at most 299, or prepare it '
         'with more text (--val_fraction)')
-    write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=90)
-    message = 'data/b/train.bin: token id 99 is beyond the vocabulary of 90'
+    write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=99)
+    message = 'data/b/train.bin: token id 99 is beyond the vocabulary of 99'
     assert message in rejection(open_dataset, 'b', 16)
     assert message in rejection(batches, Mixture([Bin('data/b', 'train')]), 0, 1)
