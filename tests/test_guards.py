@@ -41,21 +41,22 @@ def test_clipping_the_estimate_is_advised_if_it_is_possible_and_off(monkeypatch,
     monkeypatch.setattr(guards, 'row', lambda name: SimpleNamespace(settings=settings))
     printed = []
     run = SimpleNamespace(
-        config=SimpleNamespace(hessian_interval=1, max_iters=10, beta2=0.0, optimizer_name='x',
+        config=SimpleNamespace(hessian_interval=10, max_iters=110, beta2=0.5, optimizer_name='x',
                                hessian_clip=hessian_clip),
-        state=SimpleNamespace(iter=1, lowest_hessian_norm=1.0),  # from a tenth of the run on
-        log=SimpleNamespace(print=printed.append))
-    guards.warn_of_runaway(run, dict(update_unclipped=0.3, hessian_norm=30.0))
-    assert len(printed) == 1 and 'the norm of h is 30 times its lowest' in printed[0] and advice in printed[0]
+        state=SimpleNamespace(iter=0, lowest_hessian_norm=1.0), log=SimpleNamespace(print=printed.append))
+    for run.state.iter, norm in (10, 30), (11, 26), (12, 25 * 26):  # It warns from a tenth of the run on.
+        guards.warn_of_runaway(run, dict(update_unclipped=0.3, hessian_norm=0.75 * norm))  # after two estimates
+    assert len(printed) == 1 and 'the norm of h is 26 times its lowest' in printed[0] and advice in printed[0]
 
 
-@pytest.mark.parametrize('unclipped, way, warmup, interval', [(0.004, 'raise', 3, 1), (0.96, 'lower', 0, 2)])
-def test_advice_on_gamma_comes_once_after_the_warm_up_and_the_first_estimates(unclipped, way, warmup, interval):
+@pytest.mark.parametrize('unclipped, fine, way, warmup, interval', [
+    (0.004, 0.01, 'raise', 3, 1), (0.96, 0.9, 'lower', 0, 2), (0.96, 0.9, 'lower', 5, 1)])
+def test_advice_on_gamma_comes_once_after_the_warm_up_and_the_first_estimates(unclipped, fine, way, warmup, interval):
     printed, state = [], SimpleNamespace(iter=0)
     run = SimpleNamespace(
         config=SimpleNamespace(warmup_iters=warmup, hessian_interval=interval, beta2=0.5), state=state,
         log=SimpleNamespace(advised=False, print=lambda line: printed.append((state.iter, line))))
     for state.iter in range(8):
-        guards.advise(run, {} if state.iter == 3 else dict(update_unclipped=unclipped if state.iter != 4 else 0.9))
+        guards.advise(run, {} if state.iter == 3 else dict(update_unclipped=unclipped if state.iter != 4 else fine))
     (iteration, advice), = printed
     assert iteration == 5 and f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until' in advice

@@ -61,7 +61,7 @@ def test_export_has_our_logits_and_import_gives_the_model_back(tmp_path, bias, s
 @torch.no_grad()
 def test_import_of_models_of_transformers(tmp_path):
     torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE))
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, n_inner=64))
     for p in theirs.eval().parameters():
         p.add_(0.3 * torch.randn_like(p))
     idx = torch.randint(77, (2, 20))

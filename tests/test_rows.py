@@ -227,13 +227,14 @@ def test_optimizers_of_libraries_that_do_not(name, message):
 
 def test_a_combined_optimizer_returns_the_loss_of_its_closure():
     p, q = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.tensor(3.0))
-    optimizer = optim.CombinedOptimizer(torch.optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.2))
+    optimizer = optim.CombinedOptimizer(torch.optim.SGD([p], lr=0.1), torch.optim.Adagrad([q], lr=0.4))
 
     def closure():
         loss = p * q
         loss.backward()
         return loss
 
+    assert optimizer.state.keys() == {q}  # Adagrad has a state before its first step.
     assert optimizer.step(closure) == 6 and [p.item(), q.item()] == pytest.approx([2 - 0.3, 3 - 0.4])
 
 

@@ -8,6 +8,7 @@ from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
 from data.writer import write_bins as prepare
 from model import GPT
+from runtime.checkpoint import clean_state_dict
 from runtime.files import save_pt
 from runtime.gpt import generate, sample_next
 from scripts import sample
@@ -52,6 +53,7 @@ def test_sampler_keeps_what_it_should():
     assert frequencies(temperature=0.5) == pytest.approx(cold, abs=0.03)
     assert frequencies(top_k=2, top_p=0.6) == [1, 0, 0, 0]  # top_k leaves 0.625 and 0.375
     assert frequencies(top_k=100) == frequencies()
+    assert sample_next(torch.zeros(4000, 4), top_p=0.5).unique().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize('tied', [True, False])
@@ -150,6 +152,8 @@ def test_checkpoints_of_nanogpt_and_of_the_official_repository(tmp_path, officia
     loaded, idx = load(tmp_path / 'ckpt.pt'), torch.randint(64, (2, 24))
     assert torch.equal(loaded.model(idx)[0], model(idx)[0])
     assert loaded.tokenizer is None and loaded.state['iter_num'] == 5
+    others = {'h.attn.bias': torch.ones(3), 'h.conv.weight': torch.ones(1, 1, 1, 1)}  # They are no masks.
+    assert clean_state_dict(others) == others
 
 
 def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, capsys, monkeypatch):
