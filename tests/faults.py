@@ -108,7 +108,7 @@ def fork(script, *argv, logs, seconds, faults='', ranks=1, machines=1):
                                MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free.getsockname()[1]))
     for rank, path in enumerate(paths):
         if ranks > 1:
-            environment |= dict(RANK=str(rank), LOCAL_RANK=str(rank))
+            environment |= dict(RANK=str(rank), LOCAL_RANK=str(rank % (ranks // machines)))
         processes.append(begin(script, argv, path.with_suffix('.out'), path.with_suffix('.err'), faults, **environment))
     deadline = time.monotonic() + seconds
     for process in processes:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from conftest import INJECT, ROOT, command, finish, iterations
 
-from runtime import device
+from runtime import device, speed
 from runtime.device import device_defaults
-from runtime.distributed import World
+from runtime.distributed import World, ranks_from_environment
 from runtime.signals import STOPPED, SafeStream, StopSignals, undo_at_end
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
@@ -70,14 +70,16 @@ def test_defaults_of_a_device(monkeypatch):
     assert device_defaults('cuda')[0]['dtype'] == 'float16'
 
 
-@pytest.mark.parametrize('name, tool', [('cpu', 'CXX'), ('cuda', 'CC')])
-def test_compiling_needs_a_compiler_and_pythons_headers(monkeypatch, name, tool):
-    monkeypatch.setattr(sysconfig, 'get_path', lambda _: str(ROOT))
-    assert not device.can_compile(name)  # without Python.h
-    monkeypatch.undo()
-    monkeypatch.setenv('PATH', '')
+@pytest.mark.parametrize('name, tool, compilers', [('cpu', 'CXX', ['g++']), ('cuda', 'CC', ['gcc', 'clang'])])
+def test_compiling_needs_a_compiler_and_pythons_headers(monkeypatch, tmp_path, name, tool, compilers):
+    monkeypatch.setattr(sysconfig, 'get_path', lambda _: str(tmp_path))
+    monkeypatch.setattr(sys, 'platform', 'linux')
     monkeypatch.delenv(tool, raising=False)
-    assert not device.can_compile(name)
+    for header in False, True:
+        for found in (*compilers, ''):
+            monkeypatch.setattr('shutil.which', {found: found}.get)
+            assert device.can_compile(name) == (header and found != '')
+        (tmp_path / 'Python.h').touch()
 
 
 @pytest.mark.parametrize('name, peak', [
@@ -86,6 +88,8 @@ def test_compiling_needs_a_compiler_and_pythons_headers(monkeypatch, name, tool)
 def test_peak_flops_are_those_of_the_variant(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda _: name)
     assert device.peak_flops(torch.device('cuda')) == peak
+    peaks, memory = zip(*filter(None, device.GPUS.values()))  # in whole TFLOP/s, of sizes that are on sale
+    assert not any(peak % 1e12 for peak in peaks) and {*memory} == {16, 24, 32, 40, 48, 80, 94, 141, 180}
 
 
 def test_the_mapped_corpus_does_not_count_as_memory(monkeypatch):
@@ -94,6 +98,21 @@ def test_the_mapped_corpus_does_not_count_as_memory(monkeypatch):
     monkeypatch.setattr(Path, 'is_file', lambda _: True)
     monkeypatch.setattr(Path, 'read_text', lambda *_, **__: 'VmHWM:\t  300 kB\nVmRSS:\t  200 kB\nRssFile:\t  100 kB\n')
     assert device.peak_memory(cpu) == 200 * 1024
+    monkeypatch.setattr(Path, 'is_file', lambda _: False)  # as on a Mac, whose unit is a byte
+    monkeypatch.setattr(device.resource, 'getrusage', lambda _: SimpleNamespace(ru_maxrss=3))
+    for platform, memory in ('darwin', 3), ('linux', 3 * 1024):
+        monkeypatch.setattr(sys, 'platform', platform)
+        assert device.peak_memory(cpu) == memory
+
+
+def test_the_speed_is_that_of_the_iterations_since_the_last_line(monkeypatch):
+    monkeypatch.setattr(speed, 'peak_flops', lambda _: 40.0)
+    monkeypatch.setattr(speed, 'peak_memory', lambda _: 3e9)
+    measured = speed.Speed(6.0, SimpleNamespace(device=None, size=2))
+    for seconds, expected in (2.5, [2250, 500, 8 / 4.5]), (0.5, [1250, 0, 8 / 2.5]):
+        measured.add(seconds, 5, True)  # with an estimate
+        measured.add(2.0, 3, False)
+        assert [*measured.metrics().values()] == pytest.approx([*expected, expected[2] * 6 / 80, 3])
 
 
 def test_a_stream_that_fails_or_lacks_a_character_ends_no_run():
@@ -117,7 +136,7 @@ def test_the_time_limit_is_in_hours_since_the_start_of_the_run():
             assert StopSignals(world, hours).deadline == pytest.approx(before + 3600 * (hours or float('inf')), abs=1)
 
 
-@pytest.mark.parametrize(('torchrun', 'after', 'ends'), [(False, 0.1, False), (False, 1.0, True), (True, 1.0, False),
+@pytest.mark.parametrize(('torchrun', 'after', 'ends'), [(False, 0.1, False), (False, 1.0, True), (True, 1.9, False),
                                                          (True, 3.0, True)])
 def test_a_second_signal_ends_the_run_unless_it_repeats_the_first(monkeypatch, torchrun, after, ends):
     """torchrun repeats a signal within two seconds."""
@@ -141,10 +160,18 @@ def test_a_rank_waits_for_a_file_before_a_collective_that_could_time_out(monkeyp
     for rank, world in enumerate(worlds):
         vars(world).update(rank=rank, size=2, is_master=rank == 0, device='cpu', _store=store, _barriers=0)
     monkeypatch.setattr(World, 'sum', lambda self, tensor: events.append(f'rank {self.rank}') or tensor)
-    other = threading.Thread(target=worlds[1].from_master, args=[7])
-    other.start()
-    other.join(0.3)  # A rank that does not wait would end here.
-    events.append('saved')
-    worlds[0].from_master(7)
-    other.join()
-    assert events[0] == 'saved' and sorted(events[1:]) == ['rank 0', 'rank 1']
+    for _ in range(2):
+        other = threading.Thread(target=worlds[1].from_master, args=[7])
+        other.start()
+        other.join(0.3)  # A rank that does not wait would end here.
+        events.append('saved')
+        worlds[0].from_master(7)
+        other.join()
+        assert events[-3] == 'saved' and sorted(events[-2:]) == ['rank 0', 'rank 1']
+
+
+def test_a_single_process_is_a_world_of_one_rank():
+    world, p = World('cpu', 'gloo'), torch.nn.Parameter(torch.ones(1))
+    p.grad = torch.ones(1)
+    world.zero_grad(torch.optim.SGD([p]))  # An optimizer leaves out what has no gradient.
+    assert p.grad is None and world.zeros(2).dtype == torch.float64 and ranks_from_environment() == (0, 0, 1)

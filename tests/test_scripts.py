@@ -24,13 +24,13 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
 
 
 def test_a_reader_that_closes_the_pipe_ends_a_script_quietly(monkeypatch):
-    """As head does. Neither the script nor Python's last flush fails aloud."""
+    """As head does. Neither the script nor Python's last flush fails aloud, also for a character that is not ASCII."""
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, 'w') as stdout:
+    with os.fdopen(writer, 'w', encoding='ascii') as stdout:
         monkeypatch.setattr(sys, 'stdout', stdout)
         with pytest.raises(SystemExit) as stopped:
-            one_line_errors()(lambda: print('x', flush=True))()
+            one_line_errors()(lambda: print('×', flush=True))()
         stdout.flush()
     assert stopped.value.code == 1
 

@@ -17,9 +17,9 @@ from runtime.signals import STOPPED
 
 def test_a_log_takes_lists_of_finite_numbers(tmp_path):
     log = runlog.RunLog(tmp_path, {}, enabled=True)
-    log.record(SimpleNamespace(iter=0, tokens=0, seconds=0.0), '', dict(
+    log.record(SimpleNamespace(iter=0, tokens=0, seconds=0.12345), '', dict(
         a=[1, 0.5], b=[1, float('nan')], c=1, d=float('inf')))
-    assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, tokens=0, time=0, a=[1, 0.5], c=1)
+    assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, tokens=0, time=0.123, a=[1, 0.5], c=1)
     record = RunRecord(tmp_path, dict(config={}), [dict(iter=0, a=[1, 0.5], c=1)])
     assert record.series('a') == ([], [])  # a plot leaves them out
 
@@ -101,5 +101,5 @@ setattr(wandb if {call!r} == 'init' else run, {call!r}, failing)
      'your own text by data/text/prepare.py'),  # after the ranks have connected
 ])
 def test_of_several_ranks_one_prints_the_error(train, tmp_path, flags, message):
-    done = train(tmp_path / 'out', *flags, ranks=2)
+    done = train(tmp_path / 'out', *flags, ranks=2, machines=2)
     assert (done.code, done.out, done.err) == (1, '', message + '\n') and not (tmp_path / 'out').exists()
