@@ -173,12 +173,12 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
     with world.exit_together():
         if world.is_master:
             path, state = claim(out_dir, must_resume, may_resume, read_only)
-    iteration = world.from_master(number(path) if path else -1)
+    iteration = world.from_master(number(path) if path else 0)  # No run saves at iteration 0.
     with world.exit_together():
         if world.sharded and not read_only and not (out_dir / 'lock').is_file():
             raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; set --out_dir '
                              'to a directory on a file system that all machines share')
-        if iteration >= 0 and not world.is_master:
+        if iteration and not world.is_master:
             path, state = load_checkpoint(path_of(out_dir, iteration), weights=False, check=False)
     return path, state
 

@@ -27,7 +27,7 @@ def parameters(optimizer):
 
 def averaging(optimizer):
     """Return the optimizers in `optimizer` that evaluate other weights than they train, such as schedule-free ones."""
-    found = [optimizer] if hasattr(optimizer, 'eval') and hasattr(optimizer, 'train') else []
+    found = [optimizer] if hasattr(optimizer, 'eval') else []
     return found + [part for one in getattr(optimizer, 'optimizers', []) for part in averaging(one)]
 
 

@@ -115,10 +115,11 @@ def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
 def test_tensors_of_another_dtype_or_shape_differ():
     one = torch.tensor([1.0, float('nan')])
     assert not first_difference([one, float('nan')], [one.clone(), float('nan')])
-    for other in one.double(), one[None], one[:1]:
+    for other in one.double(), one[None], one[:1], one.nan_to_num():
         assert first_difference(dict(a=[one]), dict(a=[other]), 'x') == 'x.a.0 differs'
     assert first_difference(dict(a=1), dict(a=1, b=2), 'x') == 'x.b is missing'
     assert first_difference(dict(a=[]), dict(a={}), 'x') == 'x.a differs'
+    assert first_difference(float('nan'), 1.0, 'x') == 'x differs'
 
 
 def test_values_of_groups_are_restored_as_saved_unless_they_are_built_otherwise(tmp_path):
@@ -269,6 +270,7 @@ def test_retention(tmp_path):
     assert iterations(tmp_path) == [12, 3, 1]
     assert 'No such file' in rejection(checkpoint.load_checkpoint, tmp_path / 'ckpt_00000002.pt')  # not the best one
     assert checkpoint.load_checkpoint(tmp_path / 'best.pt')[1]['iter_num'] == 1
+    assert all(map(checkpoint.exists, [tmp_path, *checkpoint.checkpoints(tmp_path), tmp_path / 'best.pt']))
     # A newer checkpoint, damaged and skipped at a resume, does not count as kept.
     saved(tmp_path, model, optimizer, 4, best=True)
     assert iterations(tmp_path) == [12, 4, 3]
@@ -276,10 +278,11 @@ def test_retention(tmp_path):
 
 
 def test_files_left_by_a_kill_are_removed_and_other_programs_files_stay(tmp_path):
-    theirs = [tmp_path / name for name in ('best', 'video.partial', 'ckpt_best.partial')]
+    theirs = [tmp_path / name for name in ('best', 'video.partial', 'ckpt_best.partial', 'ckpt_1234567.partial')]
     ours = [tmp_path / name for name in ('ckpt_00000009.partial', 'ckpt_00000009.pt.host-1.5.partial')]
     for path in (*theirs, *ours):
         path.mkdir()
+    (theirs[-1] / 'state.pt').touch()
     with undo_at_end():
         checkpoint.open_run(WORLD, tmp_path, may_resume=True)
     assert all(path.exists() for path in theirs) and not any(path.exists() for path in ours)
@@ -287,17 +290,18 @@ def test_files_left_by_a_kill_are_removed_and_other_programs_files_stay(tmp_path
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """It is saved, too, where directories cannot be synced, as on some network file systems."""
-    synced, fsync = [], os.fsync
+    synced, fsync, opened = [], os.fsync, len([*os.scandir('/dev/fd')])
 
     def seen(fd):
         is_directory = stat.S_ISDIR(os.fstat(fd).st_mode)
         synced.append((is_directory, sorted(p.suffix for p in tmp_path.iterdir())))
         if is_directory:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        assert os.fstat(fd).st_size  # It is not in Python's buffer.
         fsync(fd)
 
     monkeypatch.setattr(os, 'fsync', seen)
-    assert saved(tmp_path, *made('adamw'), 3, best=True)
+    assert saved(tmp_path, *made('adamw'), 3, best=True) and len([*os.scandir('/dev/fd')]) <= opened
     assert synced == [(False, ['.partial']), (True, ['.pt']), (False, ['.partial', '.pt'])]
 
 
@@ -376,3 +380,4 @@ def test_an_atomic_write_that_fails_changes_nothing(tmp_path):
     assert path.read_text() == 'first' and list(tmp_path.iterdir()) == [path]
     files.write_json(path, {'a': [1]})
     assert json.loads(path.read_text()) == {'a': [1]}
+    assert files.checksum(path) == 1099963461  # Checkpoints hold it.
