@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -206,8 +206,7 @@ def test_shakespeare_char_is_nanogpts(tmp_path, monkeypatch):
     assert [*train, *val] == [chars.index(c) for c in text] and len(train) == int(0.9 * len(text))
     assert rejection(tokenizer_from_meta(meta).encode, 'z') == (
         f"character 'z' is not among the {len(chars)} of this vocabulary")
-    downloads = iter([io.BytesIO(text.encode())])
-    monkeypatch.setattr('urllib.request.urlopen', lambda *_, **__: next(downloads))
+    monkeypatch.setattr('urllib.request.urlopen', Mock(side_effect=[io.BytesIO(text.encode())]))
     for _ in range(2):  # the second time without a download
         prepare('shakespeare_char', '--out_dir', tmp_path / 'new/folder')
     assert (tmp_path / 'new/folder/input.txt').read_text() == text
@@ -406,7 +405,7 @@ def test_bad_text_and_a_bad_disk_are_told_apart(tmp_path, monkeypatch):
 
 def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(tmp_path, monkeypatch):
     import datasets
-    real, network = datasets.load_dataset, ['00.jsonl']
+    real, network, names = datasets.load_dataset, ['00.jsonl'], [f'{i:02d}.jsonl' for i in range(30)]
 
     def load_dataset(kind, data_files, **kwargs):
         if (name := Path(data_files).stem) not in network:
@@ -415,16 +414,13 @@ def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(t
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     monkeypatch.setattr(sources, 'CHARS', 1)
-    command = ['pile', '--num_files', 2, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
+    command = ['pile', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
     message = prepare(*command, ok=False)
     assert 'stopped (monology/pile-uncopyrighted: ValueError: no route to host); the same command' in message
     assert done(tmp_path / 'out') == 1
-    network += ['01.jsonl', 'val.jsonl']
+    network += [*names, 'val.jsonl']
     assert 'resuming after 1 parts' in prepare(*command)
-    assert [documents_of(ids, BYTE) for ids in bins(tmp_path / 'out')[:2]] == [['00.jsonl', '01.jsonl'], ['val.jsonl']]
-    network += [f'{i:02d}.jsonl' for i in range(40)]
-    prepare('pile', '--tokenizer', 'byte', '--out_dir', tmp_path / 'all')
-    assert bins(tmp_path / 'all')[2]['train']['documents'] == 30
+    assert [documents_of(ids, BYTE) for ids in bins(tmp_path / 'out')[:2]] == [names, ['val.jsonl']]
 
 
 def test_openwebtext_without_a_network_is_one_line(tmp_path, monkeypatch):
@@ -625,7 +621,6 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
     ('a.csv', b'text\n', 'a.csv: no file to read; .txt, .jsonl'),
     ('a.jsonl', b'[{"text": "good"}]\n', "(ValueError: a line begins with [, not {; jq -c '.[]' splits"),
     ('a.txt', b' \n ', 'no text for train.bin'),
-    ('a.txt', b'x', 'no text for val.bin'),
 ])
 def test_bad_text_is_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
@@ -644,5 +639,4 @@ def test_pysource_needs_no_download_and_no_further_package(tmp_path):
     assert len(train) > 5e6
     assert 0.03 < len(val) / len(train) < 0.2
     train_files, val_files = (documents_of(ids, BYTE) for ids in (train, val))
-    assert not set(train_files) & set(val_files) and Path(random.__file__).read_text() in train_files + val_files
-    assert Path(operator.__file__).read_text() in val_files  # by the hash of 'operator.py'
+    assert not set(train_files) & set(val_files) and Path(operator.__file__).read_text() in val_files  # by the hash
