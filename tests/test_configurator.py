@@ -173,8 +173,8 @@ def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
         assert note.startswith('note: the first iterations compile the model' if compiler else
                                'warning: compile = False because this machine has no C compiler')
         assert not [*notes(train.resolve(['--device=cuda', '--compile=False']))]
-    (note,) = notes(train.resolve(['--max_iters=500', '--device=cpu']))
-    assert note == 'note: the run of 500 iterations ends in its warm-up of 2000; see --warmup_iters'
+    (note,) = notes(train.resolve(['--max_iters=2000', '--device=cpu']))
+    assert note == 'note: the run of 2000 iterations ends in its warm-up of 2000; see --warmup_iters'
 
 
 def test_roles_of_settings():

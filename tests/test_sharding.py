@@ -236,7 +236,7 @@ class Counting(torch.optim.SGD):
 
 def test_numbers_and_lists_in_an_optimizers_state_come_back(tmp_path):
     with undo_at_end():
-        world = World('cpu', 'gloo', 'fsdp')
+        world = World('cpu', 'gloo', 'hsdp')  # on one machine as fsdp
         state = dict(model_args={}, iter_num=1, config={}, train_state={}, scaler={})
         models = [torch.nn.Sequential(torch.nn.Linear(3, 2)) for _ in range(2)]
         for model in models:
@@ -247,4 +247,4 @@ def test_numbers_and_lists_in_an_optimizers_state_come_back(tmp_path):
         path = checkpoint.save_run(world, tmp_path, models[0], ours, state)
         checkpoint.load_tensors(*checkpoint.load_checkpoint(path), models[1], theirs, None)
         assert not first_difference(ours.state_dict()['state'], theirs.state_dict()['state'])
-        assert theirs.param_groups[0]['k'] == 1
+        assert theirs.param_groups[0]['k'] == 1 and models[0][0].weight.device_mesh.ndim == 1
