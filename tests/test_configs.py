@@ -25,7 +25,8 @@ OPTIMIZERS = {
                     hessian_batch_size=240),
 }
 COMMON = dict(block_size=1024, total_batch_size=480, warmup_iters=2000, grad_clip=1.0, dropout=0.0, bias=False,
-              decay_lr=True, eval_iters=0, dataset='openwebtext', dtype='bfloat16')
+              decay_lr=True, eval_iters=0, dataset='openwebtext', dtype='bfloat16', max_iters=100_000,
+              eval_interval=2000, log_interval=10, keep_checkpoints=2, seed=1337)
 
 PUBLISHED = {f'train_gpt2_{name}_{optimizer}.py': dict(
                  COMMON, **OPTIMIZERS[optimizer], model_size=size, optimizer_name=optimizer, n_embd=width,
@@ -41,7 +42,7 @@ NEOX = [('1.5b', '1.5B', 1536, 24, 48, 1.5e-4, 1.2e-4, 512),
         ('6.6b', '6.6B', 4096, 32, 32, 1.2e-4, 6e-5, 1024)]
 NEOX_RUNS = {f'train_neox_{name}_{optimizer}.py': dict(
                  COMMON, **OPTIMIZERS[optimizer], model_size=size, optimizer_name=optimizer, n_embd=width,
-                 n_head=heads, n_layer=depth, learning_rate=rate, min_lr=pytest.approx(0.05 * rate), max_iters=100_000,
+                 n_head=heads, n_layer=depth, learning_rate=rate, min_lr=pytest.approx(0.05 * rate),
                  dataset='pile', block_size=2048, total_batch_size=sequences, parallel='fsdp',
                  batch_size=2 if size == '6.6B' else 4,
                  eval_sequences=2000,

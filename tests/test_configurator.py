@@ -51,7 +51,8 @@ def test_flags_are_typed(flag, key, value):
     (str(ROOT / 'config/ablation/clipping.json'), 'a config file must end in .py'),
 ])
 def test_bad_flags_are_rejected_in_one_line(flag, words):
-    assert words in rejection(apply, flag)
+    message = rejection(apply, flag)
+    assert words in message and 'helper variable' not in message
 
 
 def test_a_tilde_is_the_home_directory_and_an_address_is_refused(monkeypatch):
@@ -94,7 +95,8 @@ def test_files_then_flags_in_order(tmp_path):
     ('rate = -1', 'bad.py: rate = -1.0: must be at least 0'),
     ('fast = 1', 'not True or False'), ('x = (', 'bad.py, line 1)'), ('steps = 1 / 0', 'bad.py:1: ZeroDivisionError'),
     ('\nsteps = stpes', 'bad.py:2: NameError'),
-    ('from math import pi', 'bad.py: pi: unknown setting; see python train.py --help'),
+    ('from math import pi', 'bad.py: pi: unknown setting; see python train.py --help '
+     '(the name of a helper variable must begin with _)'),
     ('name = f"out/{size}"', "bad.py:1: NameError: name 'size' is not defined"),
 ])
 def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
@@ -118,6 +120,7 @@ def test_switching_the_optimizer_switches_its_settings():
     assert config.values['learning_rate'] == 4e-4 and config.sources['learning_rate'] == 'Table 2: sophiag, 355M'
     adamw = train.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--optimizer_name=adamw']).values
     assert (adamw['learning_rate'], adamw['weight_decay'], adamw['hessian_interval']) == (6e-4, 0.1, 0)
+    assert not train.resolve(['--model_size=355M', '--n_layer=23']).scale_attn_by_inverse_layer_idx
 
 
 def test_the_validation_set_does_not_depend_on_the_micro_batch():
@@ -159,6 +162,8 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--n_head=5'], '--n_head=5: must be a divisor of n_embd = 768'),
     (['--eval_sequences=-1'], '--eval_sequences=-1: must be at least 0'),
     (['--dtype=int8'], '--dtype=int8: must be one of float32, bfloat16, float16'),
+    (['--optimizer_name=sophiah', '--activation_checkpointing=True'],
+     '--activation_checkpointing=True: must be False for sophiah (Hessian-vector products), or use sophiag'),
     (['--parallel=fsdp', '--dtype=float16'], '--dtype=float16: must be bfloat16 or float32 for --parallel=fsdp'),
 ])
 def test_mistakes_are_named_with_what_helps(argv, message):
@@ -202,6 +207,28 @@ def test_help_lists_every_setting_with_its_comment(capsys):
         'output', 'wandb logging, optional', 'data', 'model', 'optimizer', 'schedule', 'system']
     for key in train.resolve([]).values:
         assert re.search(rf'^  --{key}=.*\S  +\S', text, flags=re.M), f'{key} has no comment in train.py'
+    assert '\n  --learning_rate=(float) ' in text and ' [cosine, linear, constant, wsd]\n' in text
+
+
+def test_every_setting_is_shown_with_its_source(capsys):
+    train.main(['--show_config=True', '--device=cpu'])
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines()] == [*train.DEFAULTS]
+    assert re.search('^learning_rate = 0.0006 +Table 2: adamw, 125M$', text, flags=re.M)
+
+
+def test_ranges_of_settings():
+    """Counts begin at 1; elsewhere 0 is off, all or derived. Two checkpoints are kept, because one may be damaged."""
+    declared = configurator.Config(train.DEFAULTS).declared
+    numbers = {key: one for key, one in declared.items() if one.type in (int, float)}
+    least = {key: next(n for n in (-1, 0, 1, 2, 3) if not one.problem(n)) for key, one in numbers.items()}
+    counts = ('eval_interval', 'log_interval', 'total_batch_size', 'batch_size', 'block_size', 'n_layer', 'n_head',
+              'n_embd', 'max_iters')
+    assert least == dict.fromkeys(numbers, 0) | dict.fromkeys(counts, 1) | dict(keep_checkpoints=2, seed=-1)
+    assert {key for key, one in numbers.items() if one.problem(1)} == {'keep_checkpoints', 'dropout', 'beta1', 'beta2'}
+    for key, first, end in ('seed', -2 ** 63, 2 ** 64), ('max_iters', 1, 10 ** 10):
+        assert [not declared[key].problem(n) for n in (first - 1, first, end - 1, end)] == [False, True, True, False]
+    assert declared['batch_size'].problem(0) == 'at least 1'
 
 
 @pytest.mark.parametrize('ranks, settings, message', [

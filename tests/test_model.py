@@ -91,8 +91,8 @@ def test_scaling_keeps_the_precision_of_the_attention(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize('size, block_size, millions', [
-    ('30M', 1024, 30.3), ('125M', 1024, 124.4), ('355M', 1024, 354.5), ('540M', 1024, 537.0), ('770M', 1024, 773.6),
-    ('1.5B', 2048, 1440), ('6.6B', 2048, 6660)])
+    ('tiny', 1024, 7.36), ('30M', 1024, 30.3), ('125M', 1024, 124.4), ('355M', 1024, 354.5), ('540M', 1024, 537.0),
+    ('770M', 1024, 773.6), ('1.5B', 2048, 1440), ('6.6B', 2048, 6660)])
 def test_parameter_counts(size, block_size, millions):
     with torch.device('meta'):
         model = GPT(GPTConfig(**SIZES[size], block_size=block_size))
@@ -101,9 +101,10 @@ def test_parameter_counts(size, block_size, millions):
     expected = (50304 + block_size) * c.n_embd + c.n_layer * (12 * c.n_embd ** 2 + 2 * c.n_embd) + c.n_embd
     assert gpt.num_params(model) == expected
     assert gpt.num_params(model) / 1e6 == pytest.approx(millions, abs=max(0.1, 0.002 * millions))
-    if size == '125M':  # with biases and its own vocabulary OpenAI's GPT-2 small
+    if size == '125M':  # the default; with biases and its own vocabulary OpenAI's GPT-2 small
+        assert c == GPTConfig()
         with torch.device('meta'):
-            assert gpt.num_params(GPT(GPTConfig(**SIZES[size], vocab_size=50257, bias=True))) == 124_439_808
+            assert gpt.num_params(GPT(GPTConfig(vocab_size=50257, bias=True))) == 124_439_808
 
 
 def test_flops_per_token_counts_the_matrix_products():

@@ -249,12 +249,13 @@ def test_settings_of_the_paper():
         assert built.defaults == cls(make_params(), lr=0.1).defaults  # by themselves, too
         assert not getattr(built, 'compile', False)
     assert build_optimizer('adamw', make_params(), lr=0.1).defaults['fused']
-    for name, rate in dict(lion=4e-3, adahessian=0.3, muon=4.8e-2, soap=2.4e-2).items():
+    for name, rate in dict(adamw=1.2e-2, lion=4e-3, sophiag=2e-3, adahessian=0.3, muon=4.8e-2, soap=2.4e-2).items():
         assert optimizers.peak_learning_rate(name, 'tiny')[0] == rate
     # Of another mini-batch Gauss-Newton keeps its half, AdaHessian the whole, Hutchinson its 32 where they fit.
     for name, total, expected in [('sophiag', 40, 20), ('adahessian', 40, 40), ('sophiah', 40, 32), ('sophiah', 8, 8),
-                                  ('adahessian', 1024, 1024)]:
-        found = resolve([f'--optimizer_name={name}', f'--total_batch_size={total}', '--batch_size=8'], world_size=1)
+                                  ('adahessian', 1024, 1024), ('sophiag', 1, 1), ('sophiag', 2, 1)]:
+        found = resolve([f'--optimizer_name={name}', f'--total_batch_size={total}', f'--batch_size={min(total, 8)}'],
+                        world_size=1)
         assert found.hessian_batch_size == expected
     # Ablations have the learning rate of the optimizer that they are closest to.
     for name, rate in dict(ef_clip=1e-3, gnb_noclip=1e-3, ah_clip=1e-3, signum=4e-4, normalize=4e-4).items():
