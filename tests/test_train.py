@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,7 @@ from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
 from runtime.files import differing_files
+from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import LISTENED, NOT_FINITE, STOPPED
 from scripts.load import load
 
@@ -65,6 +67,7 @@ def test_it_learns_and_leaves_its_records(finished, name, monkeypatch):
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.25
     lines = [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
     assert all({'iter', 'tokens', 'time'} <= line.keys() for line in lines)
+    assert not any('val/training_loss' in line for line in lines)  # It is val/loss.
     assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 5, 10]
     assert all(line['tokens'] == line['iter'] * 4 * 32 for line in lines)
     described = json.loads((out / 'config.json').read_text())
@@ -80,8 +83,10 @@ def test_it_learns_and_leaves_its_records(finished, name, monkeypatch):
 def test_a_run_leaves_the_process_as_it_was(main, tmp_path, capsys):
     """This holds for finished runs, refused ones, and those that stop at their time limit."""
     def of_the_process():
-        return [signal.getsignal(number) for number in LISTENED], sys.excepthook, torch.distributed.is_initialized()
+        return [signal.getsignal(number) for number in LISTENED], sys.excepthook, torch.distributed.is_initialized(), [
+            thread for thread in threading.enumerate() if 'loader' in thread.name and thread not in earlier]
 
+    earlier = threading.enumerate()  # as of a run that an error has ended
     before = of_the_process()
     main(tmp_path, '--max_iters=1')
     with pytest.raises(SystemExit) as stopped:
@@ -89,6 +94,9 @@ def test_a_run_leaves_the_process_as_it_was(main, tmp_path, capsys):
     places = [*map(capsys.readouterr().out.index, (
         ' training tokens; ', '\nsaved ', '\ndone: lowest val loss ', '\nnext: ', '\nstopped at iteration 2 by max_'))]
     assert stopped.value.code == STOPPED and places == sorted(places)
+    assert rejection(main, tmp_path / 'new', '--max_hours=1e-9') == str(STOPPED)
+    assert 'stopped at iteration 0 by max_hours' in capsys.readouterr().out  # in its first evaluation
+    assert not checkpoint.checkpoints(tmp_path / 'new') and not metrics(tmp_path / 'new', 'val/loss')
     for _ in range(2):
         assert 'holds checkpoints' in rejection(main, tmp_path, '--parallel=fsdp')
     assert of_the_process() == before and torch.get_float32_matmul_precision() == 'highest'
@@ -98,6 +106,7 @@ def test_logged_clipping_and_speed_add_up(finished):
     adamw = finished(*FLAGS['adamw'], name='adamw')
     norms = np.array(metrics(adamw, 'grad_norm'))
     assert norms.min() < 0.85 < norms.max()
+    assert metrics(adamw, 'momentum_ratio') == pytest.approx(metrics(adamw, 'momentum_norm') / norms)
     assert metrics(adamw, 'grad_clipped') == pytest.approx(np.cumsum(norms > 0.85) / np.arange(1, 11))
     tokens = [per_second * ms / 1e3
               for per_second, ms in zip(metrics(adamw, 'tokens_per_sec'), metrics(adamw, 'step_ms'))]
@@ -106,9 +115,10 @@ def test_logged_clipping_and_speed_add_up(finished):
 
 def test_the_time_of_an_iteration_includes_an_update_that_a_gpu_has_not_finished(main, tmp_path, monkeypatch):
     """An update takes 10 s of a fake clock, which advances when the program waits for the device."""
-    clock = dict(now=0.0, owed=0.0)
+    clock, waits = dict(now=0.0, owed=0.0), []
 
     def wait(device=None):
+        waits.append(device)
         clock.update(now=clock['now'] + clock['owed'], owed=0.0)
 
     def owe(*args, step=torch.amp.GradScaler.step):
@@ -118,9 +128,10 @@ def test_the_time_of_an_iteration_includes_an_update_that_a_gpu_has_not_finished
     monkeypatch.setattr(torch.amp.GradScaler, 'step', owe)
     monkeypatch.setattr(program.devices, 'synchronize', wait)
     monkeypatch.setattr(program.time, 'perf_counter', lambda: clock['now'])
-    main(tmp_path, '--max_iters=4', '--eval_interval=4', '--log_interval=2')
+    main(tmp_path, '--max_iters=4', '--eval_interval=4', '--log_interval=2', '--optimizer_name=torch:SGD')
     assert metrics(tmp_path, 'tokens_per_sec')[-1] == pytest.approx(4 * 32 / 10)
     assert metrics(tmp_path, 'time')[-1] == 40
+    assert len(metrics(tmp_path)) == len(waits) == 3 and not metrics(tmp_path, 'momentum_ratio')  # at 0, 2 and the end
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
@@ -169,7 +180,7 @@ def test_a_mean_is_over_the_predictions_however_they_are_split(main, train, tmp_
     for size in 8, 2:
         main(tmp_path / f'{size}', *flags, f'--optimizer_name={name}', f'--batch_size={size}')
     train(tmp_path / 'ranks', *flags, '--batch_size=1', name=name, ranks=2, faults=MASK, check=True)
-    for key in 'train/loss', 'grad_norm', 'param_norm', 'hessian_norm':
+    for key in 'train/loss', 'grad_norm', 'param_norm', 'hessian_norm', 'tokens':
         whole = metrics(tmp_path / '8', key)
         for other in '2', 'ranks':
             assert metrics(tmp_path / other, key) == pytest.approx(whole, rel=1e-4), (key, other)
@@ -177,6 +188,7 @@ def test_a_mean_is_over_the_predictions_however_they_are_split(main, train, tmp_
         targets.fill_(-1), forward(self, idx, targets))[1])
     with pytest.raises(SystemExit, match=str(NOT_FINITE)):
         main(tmp_path / 'none', *flags, f'--optimizer_name={name}')
+    assert all(words in read_run(tmp_path / 'none').failed for words in ('iteration 0: ', ' --skip_nonfinite=1. '))
 
 
 def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(main, tmp_path, monkeypatch, capsys):
@@ -237,11 +249,13 @@ def test_draws_from_global_generators_are_the_same_in_a_resumed_run(main, tmp_pa
             drawn.append((torch.rand(()).item(), np.random.random(), random.random()))
         return original(*args, **kwargs)
     monkeypatch.setattr(owner, name, drawing)
-    main(tmp_path / 'a', '--max_iters=3')
-    main(tmp_path / 'b', '--max_iters=2', '--lr_decay_iters=3')
-    main(tmp_path / 'b', '--max_iters=3', '--init_from=resume')
+    main(tmp_path / 'a', '--max_iters=3', '--dropout=0.1')
+    main(tmp_path / 'b', '--max_iters=2', '--dropout=0.1', '--lr_decay_iters=3')
+    main(tmp_path / 'b', '--max_iters=3', '--dropout=0.1', '--init_from=resume')
     half = len(drawn) // 2
     assert drawn[:half] == drawn[half:] and len({number for numbers in drawn for number in numbers}) == 3 * half >= 9
+    seed_all(keyed_seed(1337, DROPOUT, 0))  # An update has this seed on every rank, whatever the dropout has drawn.
+    assert drawn[0][0] == torch.rand(()).item()
 
 
 SKIP = '''
@@ -304,14 +318,20 @@ def test_a_state_that_a_checkpoint_would_lose_is_one_line_after_the_first_update
 
 
 def test_a_term_without_targets_is_the_same_in_evaluations_of_any_batch_size(main, tmp_path, monkeypatch):
-    """The last batch has one of five sequences."""
+    """The last batch has one sequence."""
     def forward(self, idx, targets=None, forward=program.GPT.forward):
         logits, loss = forward(self, idx, targets)
-        return logits, loss if loss is None else loss + 100 * self.transformer.wte(idx).square().mean()
+        loss = loss + 100 * self.transformer.wte(idx).square().mean()
+        return logits, loss / (targets >= 0).any()  # NaN where no target counts, as nanoGPT's
+
+    def padded(self, batches=program.ValidationLoader.__iter__):
+        yield from batches(self)
+        yield torch.zeros(1, 32, dtype=torch.int64), torch.full((1, 32), -1)  # where another rank has more sequences
 
     monkeypatch.setattr(program.GPT, 'forward', forward)
     for size in 4, 2:
-        main(tmp_path / f'{size}', '--max_iters=1', '--eval_sequences=5', f'--batch_size={size}')
+        main(tmp_path / f'{size}', '--max_iters=1', '--eval_sequences=25', f'--batch_size={size}')
+        monkeypatch.setattr(program.ValidationLoader, '__iter__', padded)
     one, two = (metrics(tmp_path / f'{size}', 'val/training_loss')[0] for size in (4, 2))
     assert one == pytest.approx(two, rel=1e-6)
 
@@ -446,6 +466,7 @@ def test_shapes_of_schedules():
     assert cooled[85] - 0.1 == pytest.approx(0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
     # After lr_decay_iters the learning rate stays at its final value.
     assert schedule('linear', lr_decay_iters=50)[70] == schedule('wsd', lr_decay_iters=50)[70] == pytest.approx(0.1)
+    assert schedule('linear', lr_decay_iters=11)[11] == schedule('linear', lr_decay_iters=10)[11] == pytest.approx(0.1)
     assert schedule('wsd', decay_lr=False) == [1.0] * 101
 
 
