@@ -136,7 +136,7 @@ def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
 
 
 @pytest.mark.parametrize(('compile', 'parts', 'sizes'), [(False, 1, [3, 1, 3, 2]), (True, 1, [3, 3, 3]),
-                                                         (False, 4, [1] * 4 + [3, 2])])
+                                                         (True, 2, [2, 2, 3, 2]), (False, 4, [1] * 4 + [3, 2])])
 def test_the_second_backward_pass_is_over_the_estimate_only(gpt, monkeypatch, compile, parts, sizes):
     """Of nine sequences four are of the estimate. Compiled, a size of its own would cost more than it saves."""
     kept = []
@@ -246,7 +246,9 @@ def test_an_estimate_that_is_not_finite_is_not_used(gpt, name):
     with torch.no_grad():
         model.transformer.ln_f.weight[0] = torch.nan
     hook, idx = make_hook(model, name), gpt[1]
-    assert iteration(hook, idx[:, :-1], idx[:, 1:]) == 'a Hessian estimate is not finite'
+    if name == 'sophiag':  # At a loss scale above 1 the scale may be the reason.
+        assert iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=2.0) == ''
+    assert iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=2.0) == 'a Hessian estimate is not finite'
     assert not any(hook.optimizer.state.values())
 
 

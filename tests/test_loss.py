@@ -30,7 +30,7 @@ def tiny():
 def batch():
     """Tokens and targets, (4, 24) each; some targets do not count."""
     idx, targets = torch.randint(0, 192, (2, 4, 24), generator=torch.Generator().manual_seed(2))
-    targets[1, :5] = targets[3] = -1
+    targets[1, :5], targets[0, :3], targets[3] = -1, 0, -1
     return idx, targets
 
 
@@ -38,7 +38,7 @@ def second_labels(kind):
     """Arguments of `Losses` for the second loss."""
     generator = torch.Generator().manual_seed(1)
     uniforms, labels = torch.rand((4, 24), generator=generator), torch.randint(0, 192, (3, 24), generator=generator)
-    labels[0, :7] = -1  # as of an estimate from some of the positions
+    labels[0, :7], labels[1, 8:11] = -1, 0  # as of an estimate from some of the positions
     return {'none': {}, 'drawn for all': dict(uniforms=uniforms), 'drawn for some': dict(uniforms=uniforms[:2]),
             'given for some': dict(labels_hat=labels)}[kind]
 
