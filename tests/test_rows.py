@@ -193,7 +193,7 @@ def first_step(name):
     *(f'torch:{name}' for name in ('Adadelta', 'Adafactor', 'Adamax', 'ASGD', 'RAdam', 'RMSprop', 'Rprop', 'SGD')),
     *(f'pytorch_optimizer:{name}' for name in (
         'SPlus', 'StableSPAM', 'AdaFactor', 'Amos', 'SPAM', 'AvaGrad', 'AggMo', 'Kron', 'SCION', 'AdEMAMix', 'MARS',
-        'ADOPT', 'Prodigy', 'SignSGD'))])
+        'ADOPT', 'Prodigy', 'SignSGD')), 'schedulefree:AdamWScheduleFree'])
 def test_optimizers_of_libraries_that_train(name):
     needs(name)
     first_step(name)

@@ -36,6 +36,11 @@ def test_greedy_tokens_are_those_of_a_plain_loop(kwargs, length):
     assert torch.equal(generate(model, idx, 40, 0), expected)  # by position, as in nanoGPT
     stopped = generate(model, idx, 40, temperature=0, stop=lambda ids: ids.size(1) == length + 5)
     assert torch.equal(stopped, expected[:, :length + 5])
+    for options in {}, dict(temperature=0.7, top_k=5), dict(top_k=99):
+        torch.manual_seed(0)
+        own = model.generate(idx, 40, **options)
+        torch.manual_seed(0)
+        assert torch.equal(own, generate(model, idx, 40, **options))
 
 
 def test_sampler_keeps_what_it_should():
