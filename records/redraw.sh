@@ -42,6 +42,7 @@ $PY records/fresh_h/results.py shares --output records/fresh_h/shares.png
 $PY records/sharpening/results.py norms --output records/sharpening/norms.png
 $PY records/rare_tokens/results.py losses --output records/rare_tokens/losses.png
 $PY records/board/results.py orders --output records/board/orders.png
+$PY records/beta2/results.py losses --output records/beta2/losses.png
 $PY records/small_batch/results.py bands --output records/small_batch/bands.png
 $PY records/gpu_30m/results.py curves --output records/gpu_30m/curves.png
 

@@ -15,13 +15,14 @@ import train
 from analysis.significance import difference
 from data.tokenizer import get_tokenizer
 from dev import front, tables
+from records.beta2 import results as beta2
 from records.board import results as board
 from records.dissection import results as dissection
 from records.fresh_h import results as fresh_h
 from records.rare_tokens import results as rare_tokens
 from records.sharpening import results as sharpening
 from records.small_batch import results as small_batch
-from records.studies import interval, part_of
+from records.studies import interval
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
@@ -149,18 +150,17 @@ def test_the_front_s_numbers_and_picture_are_of_the_records():
 def test_the_front_counts_the_runs_and_has_the_gain_of_beta2():
     runs = sum(len(path.read_text(encoding='utf-8').splitlines()) for path in (ROOT / 'records').rglob('runs.jsonl'))
     assert f'{runs:,} logged runs' in read('README.md')
-    losses = {(run.optimizer_name, run.beta2): run.final_loss for mine in board.read().values() for run in sorted(
-        mine, key=lambda run: -run.final_loss) if part_of(run).startswith('ids_4') and run.weight_decay == 0.1}
-    gains = [losses[name, 0.95] - losses[name, 0.998] for name in ('adamw', 'muon', 'soap')]
-    assert f'loss of AdamW by {gains[0]:.2f}' in read('README.md')
-    assert {round(gain, 1) for gain in gains[1:]} == {0.3} and 'for their embeddings) by 0.3:' in read('README.md')
+    adamw, muon, soap = (-test['difference'] for test in beta2.planned_tests(beta2.read())[:3])
+    assert f'loss of AdamW by {adamw:.2f}, of Muon by {muon:.2f} and of SOAP by {soap:.2f}' in ' '.join(
+        read('README.md').split())
 
 
 def test_the_results_of_the_planned_tests_are_of_the_records():
     """As differences without a sign, because the page turns some around."""
     planned = [*dissection.tests(dissection.read()), *fresh_h.planned_tests(fresh_h.read()),
                *small_batch.planned_tests(small_batch.read()),
-               *rare_tokens.planned_tests(rare_tokens.read(), rare_tokens.TESTS)]
+               *rare_tokens.planned_tests(rare_tokens.read(), rare_tokens.TESTS),
+               *beta2.planned_tests(beta2.read())]
     cells = read('docs/results.md').replace('−', '').replace('+', '')
     weak = [row for row in planned if row['comparison'].startswith('A: ') and row['n'] == '3, 3'][1:]
     for row in planned:
