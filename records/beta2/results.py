@@ -96,17 +96,18 @@ def tables(groups):
 
 
 def draw_losses(groups):
-    """Draw the fresh seeds by optimizer and β2, a panel for each text. Return (figure, rows)."""
-    found = fresh(groups)
-    fig, axes = figure(len(TEXTS), width=4.4, height=2.6)
-    for ax, (text, title) in zip(axes, TEXTS.items()):
+    """Draw the fresh seeds by optimizer and β2, a panel for each text that has some. Return (figure, rows)."""
+    found = {group: mine for group, mine in fresh(groups).items() if mine}
+    drawn = [text for text in TEXTS if any(text == group[0] for group in found)]
+    fig, axes = figure(len(drawn), width=4.4, height=2.6)
+    for ax, text in zip(axes, drawn):
         names = [optimizer for other, optimizer in TESTS if other == text]
         for color, beta2 in enumerate(BETA2S):
             mine = [(loss, place) for place, name in enumerate(names) for loss in found.get((text, name, beta2), [])]
             ax.plot([loss for loss, _ in mine], [place for _, place in mine], f'C{color}o', markersize=4, alpha=0.7,
                     label=f'β2 = {beta2}')
         ax.set_yticks(range(len(names)), map(optimizer_label, names))
-        ax.set(ylim=(len(names) - 0.5, -0.5), xlabel='validation loss, one point a seed', title=title)
+        ax.set(ylim=(len(names) - 0.5, -0.5), xlabel='validation loss, one point a seed', title=TEXTS[text])
     legend(fig, axes[0])
     return fig, [dict(text=text, optimizer=optimizer, beta2=beta2, loss=loss)
                  for (text, optimizer, beta2), mine in found.items() for loss in mine]
