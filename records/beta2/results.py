@@ -65,13 +65,15 @@ def planned_tests(groups):
 
 
 def group_table(groups):
-    """Return a row of texts for each group: the number of its learning rates, the best one, its fresh seeds."""
+    """Return a row of texts for each group with fresh seeds: the number of its learning rates, the best one, these
+    seeds' losses."""
     rows = []
-    for (text, optimizer, beta2), rates in groups.items():
-        best, mine = best_of(rates), fresh(groups)[text, optimizer, beta2]
-        rows.append({'optimizer': f'{TEXTS[text]}, {optimizer_label(optimizer)}', 'β2': f'{beta2:g}',
-                     'rates': str(len(rates)), 'best': f'{best:g}',
-                     'fresh seeds': f'{mean_sd(*mean_and_sd(mine))} ({len(mine)})' if mine else ''})
+    for (text, optimizer, beta2), mine in fresh(groups).items():
+        if mine:
+            rates = groups[text, optimizer, beta2]
+            rows.append({'optimizer': f'{TEXTS[text]}, {optimizer_label(optimizer)}', 'β2': f'{beta2:g}',
+                         'rates': str(len(rates)), 'best': f'{best_of(rates):g}',
+                         'fresh seeds': f'{mean_sd(*mean_and_sd(mine))} ({len(mine)})'})
     return rows
 
 
