@@ -24,7 +24,7 @@ class Loaded:
     path: Path
     model: GPT
     tokenizer: tokenizers.Tokenizer | None  # None if unknown
-    state: dict = field(default_factory=dict)  # the checkpoint's metadata; {} for Hugging Face models
+    state: dict = field(default_factory=dict)  # the checkpoint without its weights; {} for Hugging Face models
 
 
 def add_model_flags(parser):

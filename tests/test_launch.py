@@ -105,7 +105,7 @@ def test_the_mapped_corpus_does_not_count_as_memory(monkeypatch):
         assert device.peak_memory(cpu) == memory
 
 
-def test_the_speed_is_that_of_the_iterations_since_the_last_line(monkeypatch):
+def test_the_speed_covers_the_iterations_since_the_last_line(monkeypatch):
     monkeypatch.setattr(speed, 'peak_flops', lambda _: 40.0)
     monkeypatch.setattr(speed, 'peak_memory', lambda _: 3e9)
     measured = speed.Speed(6.0, SimpleNamespace(device=None, size=2))
@@ -143,9 +143,9 @@ def test_a_second_signal_ends_the_run_unless_it_repeats_the_first(monkeypatch, t
     killed, clock = [], iter([50.0, 50.0 + after])
     monkeypatch.setattr('runtime.signals.time.monotonic', lambda: next(clock))
     monkeypatch.setattr('runtime.signals.os.kill', lambda pid, number: killed.append(number))
-    monkeypatch.setitem(os.environ, 'TORCHELASTIC_RUN_ID', '1')
-    if not torchrun:
-        monkeypatch.delenv('TORCHELASTIC_RUN_ID')
+    monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
+    if torchrun:
+        monkeypatch.setenv('TORCHELASTIC_RUN_ID', '1')
     with undo_at_end():
         stops = StopSignals(SimpleNamespace(started=0.0, is_master=False))
         for _ in range(2):

@@ -135,7 +135,7 @@ def test_shape_of_a_run_and_in_a_checkpoint():
     assert GPTConfig(**gpt.model_args(config)) == config and asdict(config).keys() > gpt.model_args(config).keys()
 
 
-def test_the_defaults_of_a_config_are_those_of_its_constructor():
+def test_the_defaults_of_a_config_are_its_constructors():
     @dataclass
     class Config:
         width: int

@@ -16,7 +16,7 @@ from scripts import speedup
 
 
 def judge(path, *flags):
-    """Return the contents of speedup.json, beside the runs in `path`, and, if there is one verdict, its keys."""
+    """Return the contents of speedup.json, next to the runs in `path`, and, if there is one verdict, its keys."""
     folder = path if path.is_dir() else path.parent
     speedup.main([str(path), '--output', str(folder / 'speedup.png'), '--panels', 'difference', *flags])
     result = json.loads((folder / 'speedup.json').read_text())
