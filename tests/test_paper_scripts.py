@@ -54,7 +54,9 @@ def test_final_losses_draws_the_best_rate_of_finished_runs(tmp_path, capsys):
             for row in rows_of(tmp_path / 'figure.csv')]
     assert rows == [('AdamW', 100, pytest.approx(3.3), 3), ('AdamW', 200, pytest.approx(3.1), 1),
                     ('Sophia-G', 100, pytest.approx(3.2), 1)]
-    assert 'left out' in capsys.readouterr().err
+    text = capsys.readouterr()
+    assert 'left out' in text.err and text.out.split('\n')[0].split()[-2:] == ['optimizer', 'tried'], text
+    assert str(tmp_path) not in text.out.split('wrote ')[0]  # run, the last column of the .csv
     assert 'no finished run' in rejection(final_losses.main, [str(*tmp_path.glob('sophiag*-4'))])
 
 
@@ -89,6 +91,28 @@ def test_a_noisy_mini_batch_makes_no_rate_unstable():
                                 ('val/loss', [4.0, 5.0, 3.0], [3.0, 5.0, 4.0])]:  # a short run
         run = SimpleNamespace(series=lambda key: ([0, 1, 2], losses) if key == name else ([], []))  # noqa: B023
         assert final_losses.tenths(run) == means
+
+
+def test_lines_of_one_point_are_named_on_the_axis_the_best_one_last():
+    rows = [{'line': line, 'max_iters': 100, 'val/loss': loss, 'sd': sd, 'optimizer': 'adamw'}
+            for line, loss, sd in [('one', 3.0, None), ('two', 3.25, 0.5), ('three', 3.125, None)]]
+    fig = final_losses.draw_lines(rows, 'max_iters')
+    fig.draw_without_rendering()
+    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ['two', 'three', 'one']
+    assert [text.get_text() for text in fig.axes[0].texts] == ['3.250', '3.125', '3.000']
+    two = final_losses.draw_lines(rows[:2], 'max_iters')
+    assert two.axes[0].get_xscale() == 'log' and [text.get_text() for text in two.legends[0].texts] == ['one', 'two']
+    assert fig.axes[0].collections[0].get_segments()[0][:, 0].tolist() == [2.75, 3.75]  # the standard deviation
+    assert two.axes[0].collections[1].get_segments()[0][:, 1].tolist() == [2.75, 3.75]
+
+
+def test_final_losses_against_parameters(tmp_path):
+    for n_layer in (1, 2):
+        make(tmp_path, 'adamw', 100, 3.0, argv=[f'--n_layer={n_layer}'])
+    argv = [str(tmp_path), '--output', str(tmp_path / 'f.png')]
+    assert 'n_layer' in rejection(final_losses.main, argv)
+    final_losses.main([*argv, '--x', 'parameters'])
+    assert [row['line'] for row in rows_of(tmp_path / 'f.csv')] == ['AdamW']
 
 
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):

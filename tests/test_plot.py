@@ -115,6 +115,12 @@ def test_a_panel_for_each_metric(tmp_path):
                     ('Sophia-G', 'grad_clipped'): 0.02, ('AdamW', 'grad_clipped'): 0.3}
 
 
+def test_optimizers_keep_their_colors():
+    assert [style['color'] for style in figures.styles(figures.COLORED[::-1])] == [f'C{9 - i}' for i in range(10)]
+    assert [style['color'] for style in figures.styles(['muon', 'adamw'])] == ['C2', 'C0']
+    assert [style['color'] for style in figures.styles(['muon', 'muon'])] == ['C0', 'C1']  # runs of one optimizer
+
+
 def test_a_legend_has_as_many_columns_as_its_height_asks_for():
     fig, (ax,) = figures.figure(height=2.0)  # ten rows
     for i, style in enumerate(figures.styles(['adamw'] * 21)):
