@@ -22,7 +22,7 @@ SEEDS = 3  # fresh ones of a finished group
 MARGIN = 0.10  # preregistered: LONG ends at least this much below SHORT
 TESTS = [('books', 'adamw'), ('books', 'muon'), ('books', 'soap'), ('python', 'adamw'), ('python', 'muon')]
 COUNTED = 6  # in Holm's correction: SOAP on Python source was not run, and counts with p = 1
-TEXTS = {'books': 'books', 'python': 'Python source'}
+TEXTS = {'books': 'books', 'python': 'Python'}
 
 
 def read():
