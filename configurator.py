@@ -2,7 +2,7 @@
 To add a setting, write a line at the top of train.py; this file stays the same.
 
 train.py declares its settings as module-level names: plain values, or `setting(…)` for one with a range or choices.
-`setting(float)`, a type instead of a value, has no fixed default: train.py's `resolve` fills it in unless a config file
+`setting(float)`, a type instead of a value, has no fixed default: train.py's `derive` fills it in unless a config file
 or a flag has set it. Config files are Python files of `key = value` lines; they apply in the order given, flags after
 all files.
 """
@@ -22,14 +22,14 @@ RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_s
 ELSEWHERE = dict(vocab_size="the data set's meta.json has it", config='write the name of a config file without a flag')
 
 ROLES = 'tuned', 'model', 'protocol', 'horizon', 'chance', 'eval', 'data', 'run'  # explained in train.py
-HARMLESS = 'run', 'data'  # roles whose change at a resume is not recorded
+HARMLESS = 'run', 'data'  # roles whose change on resume is not recorded
 
 
 class Setting:
     """The declaration of a setting.
 
     Args:
-        default: its value, or its type if `resolve` fills it in; then the attribute is None.
+        default: its value, or its type if `derive` fills it in; then the attribute is None.
         at_least, below: the range of a number.
         choices: the possible values of a string.
         role: a key of ROLES.

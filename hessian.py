@@ -44,8 +44,8 @@ class StepHook:
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
     def labels(self, X, Y, rows):
-        """Return extra arguments for `loss.Losses` as a dict. X and Y, (B, T) int64, are the sequences `rows`. If the
-        arguments are labels for the first of them, `add(loss_hat, predictions)` gets the summed loss on these."""
+        """Return extra arguments for `loss.Losses` as a dict. X and Y, (B, T) int64, are the sequences `rows`. If they
+        are labels for the first sequences, `add(loss_hat, predictions)` gets the summed loss on these labels."""
         return {}
 
 
@@ -110,7 +110,7 @@ class HessianHook(StepHook):
 
 
 def fit_parts(parts, batch_size, micro_batch, ranks, sharded):
-    """Return the smallest possible number of parts of `batch_size` sequences that is at least `parts`, or the largest.
+    """Return the smallest feasible number of parts of `batch_size` sequences of at least `parts`, else the largest.
 
     All parts have one size, at most `micro_batch`. A part is on one rank, or on all ranks with `sharded` parameters.
     """

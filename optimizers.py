@@ -315,7 +315,7 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
 
 def hessian_flops_per_token(settings, flops_per_token):
     """Return the FLOPs of Hessian estimates per training token, given the dict of a run's `settings` and the
-    `flops_per_token` of forward and backward. An estimate costs the hook's `cost` times that per token."""
+    `flops_per_token` of forward and backward. An estimate costs `hook.cost` times that per token."""
     hook, iterations = row(settings['optimizer_name']).hook, settings['max_iters']
     estimates = sum(hook.is_due(i, settings['hessian_interval']) for i in range(iterations)) if hook.cost else 0
     share = settings['hessian_batch_size'] / settings['total_batch_size']

@@ -44,7 +44,7 @@ SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py, which also works her
 # Settings. `setting(value)` has that default; `setting(type)` has none, and `derive` fills it in. Roles matter when a
 # run is resumed or compared. 'model' (a field of GPTConfig), 'protocol' and the fingerprint of 'data' must agree.
 # 'tuned', the default role, and 'horizon' may differ. Runs are averaged over 'chance'. 'eval' and 'run' do not affect
-# training. 'horizon' may also change at a resume, before the learning rate decays.
+# training. 'horizon' may also change on resume, before the learning rate decays.
 
 # output
 out_dir = setting('out', role='run')  # directory for checkpoints, metrics.jsonl and config.json

@@ -99,7 +99,7 @@ class RunRecord:
 
     @property
     def changed(self):
-        """A clause that names the first setting that was changed at a resume, or None."""
+        """A clause that names the first setting that was changed on resume, or None."""
         return next((f'{change["key"]} was changed from {change["from"]} to {change["to"]} at iteration '
                      f'{change["iter"]}' for change in self.about.get('changes', []) if change['key'] != 'code'), None)
 
@@ -127,7 +127,7 @@ class RunRecord:
 
     @property
     def is_trial(self):
-        """Whether the run counts as a trial of its settings, because it can be compared, or diverged with them."""
+        """Whether the run counts as a trial of its settings, because it can be compared, or diverged."""
         return not self.rejected or self.diverged and not self.changed
 
     def final(self, key):

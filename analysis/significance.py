@@ -15,7 +15,7 @@ def expected_best(losses, n):
 def difference(one, two, cautious=False):
     """Test with Welch's t whether mean(one) − mean(two) is more than noise. Variances may differ.
 
-    cautious: use the degrees of freedom of the shorter list (Hsu's test), so that at most 5 % of equal groups have
+    cautious: use the degrees of freedom of the smaller group (Hsu's test), so that at most 5 % of equal groups have
     p < 0.05, however unequal their noise. With Welch's estimate up to 6 % do, with three or four losses per group.
 
     Returns a dict; plus_or_minus is half of the 95 % interval. Without noise, with an infinite loss, or with fewer than

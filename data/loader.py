@@ -35,7 +35,7 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
 
 
 def data_dir(dataset):
-    """Return the directory of --dataset: the first existing of data/DATASET and DATASET, here or next to train.py."""
+    """Return the directory of --dataset: the first that exists of data/DATASET and DATASET, here or beside train.py."""
     path, root = Path(expanded(str(dataset), '--dataset=')), Path(__file__).resolve().parents[1]
     found = [place for place in ('data' / path, path, root / 'data' / path, root / path) if is_dir(place)]
     return found[0] if found else path if len(path.parts) > 1 else 'data' / path
@@ -122,7 +122,7 @@ class Mixture:
         self.tokenizer, self.vocab_size = bins[0].tokenizer, bins[0].vocab_size
         for bin in bins:
             if (bin.tokenizer, bin.vocab_size) != (self.tokenizer, self.vocab_size):
-                raise SystemExit(f'{bin.path}: made with another tokenizer ({bin.tokenizer["tokenizer"]}) than '
+                raise SystemExit(f'{bin.path}: its tokenizer ({bin.tokenizer["tokenizer"]}) differs from that of '
                                  f'{bins[0].path} ({self.tokenizer["tokenizer"]}); prepare all parts with one')
 
     def __len__(self):

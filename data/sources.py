@@ -72,14 +72,14 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
         pairs = (('val' if int(val_fraction * i) > int(val_fraction * (i - 1)) else 'train', text)
                  for i, text in enumerate(documents(files), 1))
     else:
-        rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
+        rule = f'val: about the last {val_fraction:g} of the text, because there are fewer than {enough} documents'
         pairs = by_position(documents(files), sum(lengths), val_fraction)
     print(rule)
     return Corpus(source, revision, rule, open=lambda: batched(pairs))
 
 
 def by_position(texts, size, fraction):
-    """Yield (split, text). val is the last `fraction` of `size` characters, or up to twice as many, to begin a line."""
+    """Yield (split, text). val is the last `fraction` of `size` characters, or up to twice that, to start a line."""
     begin, seen = max(1, int(size * (1 - fraction))), 0  # the start of val, and of this document
     for text in texts:
         cut = max(0, begin - seen)

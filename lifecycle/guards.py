@@ -80,7 +80,7 @@ def warn_of_runaway(run, metrics):
     if norm > RUNAWAY * state.lowest_hessian_norm:
         growth = norm / state.lowest_hessian_norm
         clips = 'hessian_clip' in row(c.optimizer_name).settings and not c.hessian_clip
-        run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; begin again with '
+        run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; restart with '
                       f'{"--hessian_clip=1.0 or " * clips}a lower --gamma or --learning_rate, see docs/running.md')
         state.lowest_hessian_norm = math.inf  # the next warning needs as much growth again
     state.lowest_hessian_norm = min(state.lowest_hessian_norm, norm or math.inf)  # norm is 0 without a finite estimate

@@ -75,7 +75,7 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
         check_same_tokenizer(data, saved.get('tokenizer'), path)
         differences, changes = compare(path, saved, c, fingerprints, learning_rate_at)
         if files := differing_files(saved.get('code'), code):
-            differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
+            differences.append(f'the code has changed since the checkpoint ({", ".join(files)})')
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))
     before = {**c.defaults, **saved['config']}
     measured = c.having('eval') - {'eval_iters'}  # eval_iters only sets eval_sequences
@@ -101,7 +101,7 @@ def continued_config(c, path, saved, data):
     if started_from != 'scratch':  # arguments without a setting also follow the pretrained weights
         asked |= {key: args[key] for key in asked.keys() & args.keys() - c.values.keys()}
     if differing := [key for key in asked | args if asked.get(key) != args.get(key)]:
-        both = [f'{key} ({args.get(key)} there, {asked.get(key)} asked for)' for key in differing]
+        both = [f'{key} ({args.get(key)} in the checkpoint, {asked.get(key)} requested)' for key in differing]
         raise SystemExit(f'{path}: the model differs in {", ".join(both)}; resume with its settings, or choose another '
                          '--out_dir')
     return GPTConfig(**asked)
@@ -145,7 +145,7 @@ def weights_of_run(cls, c, data, origin):
         args['block_size'] = c.block_size
     adopt_model_args(c, args, data)
     if 'model.py' in differing_files(saved.get('code'), origin.code):
-        notes.append(f'model.py is not the one that trained {path}')
+        notes.append(f'model.py has changed since {path}')
     origin.seed = checkpoint.model_seed(saved)  # for tensors that no checkpoint holds
     seed_all(origin.seed)
     model = cls(GPTConfig(**{**args, 'dropout': c.dropout}))

@@ -1,9 +1,9 @@
 """Checkpoints in a run's out_dir: saving, retention, loading and resuming; the lock of the directory.
 
-`ckpt_ITERATION.pt` has nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and the rest that
-a resume needs. It holds no random generators, because all random numbers are functions of (seed, iteration). A sharded
-model's checkpoint is a directory `ckpt_ITERATION`, see sharded.py. Any number of ranks can resume from either kind,
-sharded or not. `best.txt` names the checkpoint with the lowest validation loss."""
+`ckpt_ITERATION.pt` has nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and everything
+else that resuming needs. It holds no random generators, because all random numbers are functions of (seed, iteration).
+A sharded model's checkpoint is a directory `ckpt_ITERATION`, see sharded.py. Any number of ranks can resume from either
+kind, sharded or not. `best.txt` names the checkpoint with the lowest validation loss."""
 
 import contextlib
 import pickle
@@ -24,7 +24,7 @@ REQUIRED = 'model', 'model_args', 'iter_num', 'config'
 def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     """Save a run as the checkpoint of state['iter_num'], and remove older ones, see `prune`. Rank 0 writes one file, or
     all ranks their shards. Return the path; warn and return None if the file system fails, as on a full disk.
-    Collective: every rank must call it. `state` has plain values, all but `model` and `optimizer`."""
+    Collective: every rank must call it. `state` has everything but `model` and `optimizer`, as plain values."""
     world.reshard(model)
     with world.exit_together():
         saved_optimizer, shards = optimizer_state.to_save(optimizer, parameter_names(model), world.sharded)
@@ -127,7 +127,7 @@ def load_checkpoint(path, weights=True, check=True):
         else:
             state = load_pt(path)
     except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
-        reason = 'it holds objects that could run code, which no checkpoint does'
+        reason = 'it holds objects that could run code, unlike a checkpoint'
     except Exception as error:  # Damaged and foreign files raise errors of many classes.
         reason = one_line(error)
     if missing := [key for key in REQUIRED if key not in state]:

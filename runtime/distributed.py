@@ -137,7 +137,7 @@ class World:
             self.reducer.require_backward_grad_sync = last
 
     def check_reduced(self):
-        """RuntimeError on replicas if a parameter got no gradient, for which other ranks would wait."""
+        """Raise RuntimeError if a parameter of DDP got no gradient, because other ranks would wait for it."""
         if self.size > 1 and not self.sharded:
             self.reducer._check_reducer_finalized()
 

@@ -46,7 +46,7 @@ def model_args(config):
 
 
 def with_weights(cls, config, weights):
-    """Return a model `cls(config)` with the state_dict `weights`. RuntimeError if they do not fit."""
+    """Return a model `cls(config)` with the state_dict `weights`. Raises RuntimeError if they do not fit."""
     model = cls(config)
     model.load_state_dict(weights)
     check_tied(model, weights)
@@ -55,7 +55,7 @@ def with_weights(cls, config, weights):
 
 def take_weights(model, weights, rows):
     """Copy the state_dict `weights` into `model`, which may have a larger vocabulary, of which the first `rows` ids get
-    embeddings, or fewer positions. Return the names of the weights that stay. RuntimeError if they do not fit."""
+    embeddings, or fewer positions. Return the names of the weights that stay. Raises RuntimeError otherwise."""
     own, taken = model.state_dict(), dict(weights)
     for name in {'transformer.wte.weight', 'lm_head.weight', 'lm_head.bias'} & own.keys() & taken.keys():
         taken[name] = torch.cat([taken[name][:rows], own[name][rows:]])
@@ -69,10 +69,10 @@ def take_weights(model, weights, rows):
 
 
 def check_tied(model, weights):
-    """RuntimeError if `weights`, which were loaded into `model`, have two values for a tied parameter."""
+    """Raise RuntimeError if `weights`, as loaded into `model`, hold two values for a tied parameter."""
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in weights and not torch.equal(p, weights[name].to(p.dtype)):
-            raise RuntimeError(f'{name} is tied to another weight here, not there')
+            raise RuntimeError(f'{name} is tied to another weight here, but not in the checkpoint')
 
 
 def num_params(model):

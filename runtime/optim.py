@@ -48,7 +48,7 @@ def evaluating(optimizer):
 
 @torch.no_grad()
 def back_to_training(optimizer):
-    """End `evaluating`, also after a checkpoint that was saved during it is loaded."""
+    """Undo `evaluating`, also after loading a checkpoint that was saved during it."""
     for part in averaging(optimizer):
         part.train()
         for p in parameters(part):
@@ -89,12 +89,12 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """Several `optimizers` as one, with their param groups in order and their state in one `state`. Also the base class
     of wrappers such as Lookahead, which override `step`, and pass on `update_hessian` and `metrics`.
 
-    A wrapper keeps all that a resume needs in `state` and `param_groups`. It adds to a parameter's state only after its
+    A wrapper keeps all that resuming needs in `state` and `param_groups`. It adds to a parameter's state only after its
     parts' first step, because many optimizers initialize their state only if a parameter has none."""
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers
-        # The number of the optimizer that each param group belongs to
+        # Index of the optimizer that owns each param group
         self.owners = [i for i, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], defaults={})
         for optimizer in optimizers:
@@ -109,7 +109,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             if isinstance(optimizer, CombinedOptimizer):
                 optimizer.share()
 
-    def __setstate__(self, state):  # load_state_dict ends with it
+    def __setstate__(self, state):  # load_state_dict calls it last
         super().__setstate__(state)
         self.share()
 

@@ -106,7 +106,7 @@ def load_optimizer(optimizer, saved, names):
             built_there = saved['built'][i]
             group |= {key: value for key, value in saved['param_groups'][i].items()
                       if key != 'params' and not first_difference(built_here.get(key), built_there.get(key))}
-    # Whole tensors are sharded first, because load_state_dict moves all it gets to the parameters' device.
+    # Full tensors are sharded first, because load_state_dict moves all it gets to the parameters' device.
     state = {i: map_tensors(entries, lambda _, tensor, i=i: spread(tensor, params.get(i)))
              for i, entries in renamed(saved, {key: i for i, key in enumerate(keys)})['state'].items()}
     optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))

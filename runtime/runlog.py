@@ -72,7 +72,7 @@ class RunLog:
             self.unless_it_fails(self.wandb.finish)
 
     def unless_it_fails(self, call, *args):
-        """Call Weights & Biases. If it fails, for want of a key or a network, warn and go on without it."""
+        """Call Weights & Biases. If it fails, without a key or a network, warn and continue without it."""
         try:
             return call(*args)
         except Exception as error:

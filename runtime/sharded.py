@@ -58,7 +58,7 @@ def write(world, path, model, state, shards):
 
 
 def read_state(path, weights=True, check=True):
-    """Read the state of the directory `path`: its model as whole tensors, or not if `weights` is False; its optimizer
+    """Read the state of the directory `path`: its model as full tensors, or not if `weights` is False; its optimizer
     without tensors, see `read_optimizer`. With `check`, raise ValueError if a file does not fit its checksum."""
     state = load_pt(path / 'state.pt')
     files, also = state.pop('files'), state.pop('tied')
@@ -78,7 +78,7 @@ def read_state(path, weights=True, check=True):
 
 def read_optimizer(path, saved, params):
     """Return the optimizer's state_dict `saved`, with tensors from the directory `path` in place of those on the device
-    'meta': DTensors if the parameter in `params`, {key: parameter}, is one, else whole ones."""
+    'meta': DTensors if the parameter in `params`, {key: parameter}, is one, else full tensors."""
     targets = {}
 
     def target(like, name, tensor):

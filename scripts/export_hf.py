@@ -25,7 +25,7 @@ TOLERANCE = 1e-4  # on logits, in float32
 
 
 def to_hf(model, eot_id):
-    """Return transformers' GPT2LMHeadModel with the weights of a GPT. RuntimeError if they do not fit."""
+    """Return transformers' GPT2LMHeadModel with the weights of a GPT. Raises RuntimeError if they do not fit."""
     import transformers
     c, gelu = model.config, getattr(model.config, 'gelu_approximate', 'none')  # nanoGPT's config has fewer fields
     scaled = getattr(c, 'scale_attn_by_inverse_layer_idx', False)

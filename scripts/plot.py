@@ -46,8 +46,8 @@ def main(argv=None):
                 continue
             ends = [max(run.series(metric)[0]) for run in line]
             if min(ends) < max(ends):
-                print(f'note: {metric} of {label} is drawn up to step {min(ends)}, where a seed ends, because a mean '
-                      'is over all seeds', file=sys.stderr)
+                print(f'note: {metric} of {label} is drawn up to step {min(ends)}, where one seed ends, because the '
+                      'mean needs all of them', file=sys.stderr)
             ax.plot(xs, ys, 'o-' if len(xs) < 30 else '-', markersize=4, label=NAMES[metric] if together else label,
                     alpha=0.4 if together and metric != 'val/loss' else 1, **style)
             if len(line) > 1:

@@ -36,7 +36,7 @@ def main(argv=None):
     parser.add_argument('--top_k', type=at_least(0), default=200,
                         help='only the k likeliest tokens; 0: all (default: %(default)s)')
     parser.add_argument('--top_p', type=at_least(0, float, at_most=1), default=1.0,
-                        help='only the likeliest tokens with this probability in total (default: %(default)s)')
+                        help='only the most likely tokens with this cumulative probability (default: %(default)s)')
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)

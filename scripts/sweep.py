@@ -64,7 +64,7 @@ class Trial:
         return text.rstrip().split('\n')[-1].strip()
 
     def check(self):
-        """Exit unless train.py accepts the arguments, and a run that is there has them. Executes config files."""
+        """Exit unless train.py accepts the arguments, and an existing run has them. Executes config files."""
         run = self.run
         # The launcher sets the number of ranks; config.json records it.
         c = train.resolve([*self.argv, '--gradient_accumulation_steps=0'], run and run.about.get('world_size'))

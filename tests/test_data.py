@@ -281,7 +281,7 @@ def test_a_vocabulary_is_kept_with_bins_and_checkpoints_of_a_mixture(tmp_path):
     assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(one, two)]) and one != two
     shutil.rmtree(tmp_path / 'one')
     assert load(tmp_path / 'out').tokenizer.chars == 'abde'
-    assert 'made with another tokenizer (char)' in rejection(
+    assert 'its tokenizer (char) differs' in rejection(
         train.main, [*command, '--init_from=resume', f'--dataset={tmp_path}/other', '--ignore_data_change=True'])
 
 

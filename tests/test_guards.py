@@ -34,9 +34,9 @@ def test_the_warning_comes_in_every_recorded_runaway(study, runaways, others):
 
 
 @pytest.mark.parametrize(('settings', 'hessian_clip', 'advice'), [
-    (('hessian_clip',), 0.0, 'begin again with --hessian_clip=1.0 or a lower --gamma or --learning_rate, see'),
-    (('hessian_clip',), 1.0, 'begin again with a lower --gamma or --learning_rate, see'),
-    ((), 0.0, 'begin again with a lower --gamma or --learning_rate, see')])
+    (('hessian_clip',), 0.0, 'restart with --hessian_clip=1.0 or a lower --gamma or --learning_rate, see'),
+    (('hessian_clip',), 1.0, 'restart with a lower --gamma or --learning_rate, see'),
+    ((), 0.0, 'restart with a lower --gamma or --learning_rate, see')])
 def test_clipping_the_estimate_is_advised_if_it_is_possible_and_off(monkeypatch, settings, hessian_clip, advice):
     monkeypatch.setattr(guards, 'row', lambda name: SimpleNamespace(settings=settings))
     printed = []

@@ -215,8 +215,8 @@ def test_the_fingerprint_of_a_mixture_covers_all_of_it(two, tmp_path):
     ('a:0.7,b', "'b' is not NAME:WEIGHT"), ('a:-1,b:2', "'a:-1' is not"),
     ('a:1,./data/a:1', 'or two parts have the same name'), ('a:1,a:2', 'or two parts have the same name'),
     ('a:0,b:0', '--dataset=a:0,b:0: all weights are 0, or'),
-    ('a:1,c:1', 'data/c/train.bin: made with another tokenizer (char) than data/a/train.bin (byte); prepare all'),
-    ('a:1,c:0', 'data/c/val.bin: made with another tokenizer (char)')])
+    ('a:1,c:1', 'data/c/train.bin: its tokenizer (char) differs from that of data/a/train.bin (byte); prepare all'),
+    ('a:1,c:0', 'data/c/val.bin: its tokenizer (char) differs')])
 def test_mixtures_that_cannot_be_are_one_line(dataset, message, two):
     path = write_bins(Path('data/c'), range(60), range(60)) / 'meta.json'
     path.write_text(json.dumps({**json.loads(path.read_text()), 'tokenizer': 'char', 'chars': 'ab'}))

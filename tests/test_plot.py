@@ -60,7 +60,7 @@ def test_seeds_are_averaged_where_all_of_them_were_measured(tmp_path, capsys):
     fake_run(tmp_path / 'c', 3.0, ['--max_iters=100', '--seed=3'], end=20)
     plot.main([str(tmp_path), '--metrics', 'val/loss', '--output', str(tmp_path / 'x.png')])
     assert [int(row['steps']) for row in rows_of(tmp_path / 'x.csv')] == [0, 20]
-    assert 'is drawn up to step 20, where a seed ends' in capsys.readouterr().err
+    assert 'is drawn up to step 20, where one seed ends' in capsys.readouterr().err
 
 
 def test_the_file_that_is_read_is_not_overwritten(tmp_path):

@@ -209,7 +209,7 @@ def test_errors_are_one_line_and_overwrite_nothing(copy, tmp_path):
     before = content(tmp_path)
     for directory, flags, words in [
             (copy, ['--auto_resume=True', f'--init_from={tmp_path}'], 'was started from init_from = scratch'),
-            (copy, ['--init_from=resume', '--n_embd=64'], 'the model differs in n_embd (32 there, 64 asked for)'),
+            (copy, ['--init_from=resume', '--n_embd=64'], 'differs in n_embd (32 in the checkpoint, 64 requested)'),
             (copy, ['--init_from=resume', '--optimizer_name=lion'], 'was trained with --optimizer_name=adamw'),
             (copy, ['--init_from=resume', '--max_iters=5'], 'is at iteration 10 already; set at least that'),
             (copy, ['--auto_resume=True', f'--dataset={other}'], '(train, val.bin differs)'),

@@ -200,7 +200,7 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     monkeypatch.setattr(resume, 'code_hashes', lambda: described['code'] | {'loss.py': 'edited'})
     for T in (3, 4, 4):
         main(tmp_path, f'--max_iters={T}', '--init_from=resume')
-    said = 'changed: the code is not the one that saved the checkpoint (loss.py)\n'
+    said = 'changed: the code has changed since the checkpoint (loss.py)\n'
     assert capsys.readouterr().out.count(said) == 1
     about = json.loads((tmp_path / 'config.json').read_text())
     assert about['code']['loss.py'] == 'edited'
