@@ -26,7 +26,7 @@ from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from hessian import StepHook
 from lifecycle import guards
-from lifecycle.resume import find_origin, finetunes, pretrained_model
+from lifecycle.resume import check_command, find_origin, finetunes, pretrained_model
 from lifecycle.run import Rest, abort, build_buckets, check_step, close_run, log_metrics, not_finite, open_log, save
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
@@ -161,9 +161,12 @@ def derive(c, ranks):
     share, rest = divmod(c.total_batch_size, ranks)
     c.require('total_batch_size', not rest, f'a multiple of {ranks}, the number of devices')
     steps, rest = divmod(share, c.batch_size)
-    c.require('batch_size', not rest, f'a divisor of {share}, the sequences of each device')
+    micro_steps = c.gradient_accumulation_steps or 1
+    wanted = (f'; for {micro_steps} × {c.batch_size} sequences on each set total_batch_size = '
+              f'{micro_steps * c.batch_size * ranks}')
+    c.require('batch_size', not rest, f'a divisor of {share}, the sequences of each device{wanted}')
     c.require('gradient_accumulation_steps', c.gradient_accumulation_steps in (0, steps),
-              f'0 or {steps}: total_batch_size = {c.total_batch_size} / ({c.batch_size} × {ranks} devices)')
+              f'0 or {steps}: total_batch_size = {c.total_batch_size} / ({c.batch_size} × {ranks} devices){wanted}')
     c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
     optimizers.fit_estimate(c, ranks)
     overridden = c.sources['eval_iters'] == 'flag' and c.sources['eval_sequences'] != 'flag'
@@ -279,6 +282,7 @@ def begin(c):
     devices.set_matmul_precision(c.dtype)
     torch.set_flush_denormal(True)  # sharp attention produces many denormals, and they halve the speed of a CPU
     with world.exit_together():
+        check_command(c)
         data, val_data = open_dataset(c.dataset, c.block_size)
         guards.check_validation(val_data)
     fingerprints = dict(train=fingerprint(data.bins), val=fingerprint(val_data.values()))

@@ -124,7 +124,8 @@ def files_below(directory):
 
     for folder, folders, names in os.walk(directory, onerror=fail):
         folders[:] = [name for name in folders if name[0] != '.']
-        yield from (Path(folder, name) for name in names if name[0] != '.')
+        linked = [name for name in folders if Path(folder, name).is_symlink()]  # left out, because it may be a cycle
+        yield from (Path(folder, name) for name in names + linked if name[0] != '.')
 
 
 def read(path, text_key):

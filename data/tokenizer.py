@@ -187,7 +187,8 @@ def check_same_tokenizer(data, meta, model):
     """Stop if a Bin and a model have different tokenizers. `meta`: of the model's tokenizer, or None if unknown."""
     if meta and not same_tokenizer(identifying(meta), data.tokenizer):
         raise SystemExit(f'{data.path}: its tokenizer ({data.tokenizer["tokenizer"]}) differs from that of {model} '
-                         f'({meta["tokenizer"]}); prepare the data with the tokenizer of the model')
+                         f'({meta["tokenizer"]}); prepare the data with the tokenizer of the model' + (
+                             ', or both with byte, because char depends on the text' * (meta['tokenizer'] == 'char')))
 
 
 def tokenizer_from_meta(meta):

@@ -65,7 +65,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
                 meta = join(parts, identity, tokenizer_json)
             except (KeyboardInterrupt, BrokenProcessPool, OSError) as error:
                 raise SystemExit(f'{out_dir}: stopped ({one_line(error)}); the same command without --overwrite '
-                                 'resumes (if memory is short, with a smaller --num_proc)') from None
+                                 'resumes; if memory is short, use a smaller --num_proc or shorter documents') from None
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta[split]["tokens"]:,} tokens, {meta[split]["documents"]:,} documents')
         if lost := meta[split].get('lost'):

@@ -1,5 +1,7 @@
 """Resuming a run, or starting it from trained weights, and the checks of both."""
 
+import json
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +50,15 @@ class Origin:
 def finetunes(c):
     """Return whether the run starts from trained weights."""
     return c.init_from not in ('scratch', 'resume')
+
+
+def check_command(c):
+    """Exit if no data set is named, and the run that is to be continued has another one than the default."""
+    about = Path(c.out_dir) / 'config.json'
+    if 'dataset' not in c.given and (c.init_from == 'resume' or c.eval_only) and about.is_file():
+        about = json.loads(about.read_text(encoding='utf-8'))
+        if about['config'].get('dataset') != c.dataset:
+            raise SystemExit(f'{c.out_dir}: was started by "{shlex.join(about["command"])}"; repeat these arguments')
 
 
 def find_origin(world, c, data, fingerprints, learning_rate_at):

@@ -194,6 +194,10 @@ def claim(out_dir, must_resume, may_resume, read_only):
     if exist and not (must_resume or may_resume or read_only):
         raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run with '
                          '--auto_resume=True, or choose another --out_dir')
+    log = out_dir / 'metrics.jsonl'  # with one validation loss the run has just begun
+    if not (must_resume or may_resume or read_only) and log.is_file() and log.read_text().count('"val/loss"') > 1:
+        raise SystemExit(f'{out_dir}: holds the metrics of a run without checkpoints, which a new run would overwrite; '
+                         'remove it, or choose another --out_dir')
     if not must_resume and not (may_resume and exist):
         return None, None
     return load_newest(out_dir, weights=False)

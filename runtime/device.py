@@ -30,7 +30,9 @@ def check_device(device):
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise SystemExit(f'--device={device}: {one_line(error)}; set --device=cpu') from None
+        n = torch.cuda.device_count()
+        advice = f'{n} GPUs are visible; set --device=cuda or cpu, and --nproc_per_node to at most {n}'
+        raise SystemExit(f'--device={device}: {one_line(error)}; {advice if n else "set --device=cpu"}') from None
     return torch.device(device)
 
 

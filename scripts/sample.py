@@ -36,7 +36,8 @@ def main(argv=None):
     parser.add_argument('--top_k', type=at_least(0), default=200,
                         help='only the k likeliest tokens; 0: all (default: %(default)s)')
     parser.add_argument('--top_p', type=at_least(0, float, at_most=1), default=1.0,
-                        help='only the most likely tokens with this cumulative probability (default: %(default)s)')
+                        help='only the most likely tokens with this cumulative probability; 0: all '
+                             '(default: %(default)s)')
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)
@@ -57,7 +58,7 @@ def main(argv=None):
     for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all alike
         with autocast(args.device, dtype_name(args)):
             row = generate(model, idx, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
-                           top_p=args.top_p if args.top_p < 1 else None,
+                           top_p=args.top_p if 0 < args.top_p < 1 else None,
                            stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()
         if row[-1] == tokenizer.eot_id:
             row.pop()

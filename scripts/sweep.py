@@ -205,6 +205,9 @@ def show(trials):
     print_table(sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss']))
     for note in notes_on([run for runs in groups.values() for run in runs if run]):
         print(f'note: {note}')
+    here = {path.parent.resolve() for trial in trials for path in trial.out_dir.parent.glob('*/config.json')}
+    if others := len(here - {trial.out_dir.resolve() for trial in trials}):
+        print(f'note: {others} other runs in this directory are not in sweep.json; scripts/speedup.py reads all')
 
 
 @one_line_errors()

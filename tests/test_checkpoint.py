@@ -253,6 +253,15 @@ def test_one_run_at_a_time_has_an_out_dir_and_none_overwrites_another(good):
     assert opened(read_only=True) == (None, None)
     good.unlink()
     assert 'has no checkpoint; name the --out_dir of a run' in rejection(lambda: opened(must_resume=True))
+    log = good.with_name('metrics.jsonl')
+    log.write_text('{"iter": 0, "val/loss": 5.5}\n{"iter": 5, "train/loss": 4.5}\n')  # of a run that has just begun
+    with undo_at_end():
+        assert opened() == (None, None)
+    log.write_text(log.read_text() + '{"iter": 10, "val/loss": 3.5}\n')
+    with undo_at_end():
+        assert 'holds the metrics of a run without checkpoints' in rejection(opened)
+    with undo_at_end():
+        assert opened(may_resume=True) == (None, None)
 
 
 def test_an_out_dir_that_the_machines_do_not_share_is_rejected(good):

@@ -232,11 +232,13 @@ def test_ranges_of_settings():
 
 
 @pytest.mark.parametrize('ranks, settings, message', [
-    (2, dict(batch_size=7), '--batch_size=7: must be a divisor of 240'),
+    (2, dict(batch_size=7, gradient_accumulation_steps=3), '--batch_size=7: must be a divisor of 240, the sequences of '
+     'each device; for 3 × 7 sequences on each set total_batch_size = 42'),
     (1, dict(total_batch_size=1, batch_size=2), '--batch_size=2: must be a divisor of 1'),
     (7, dict(batch_size=8), 'default: total_batch_size = 480: must be a multiple of 7'),
     (8, dict(batch_size=12, gradient_accumulation_steps=40),
-     '--gradient_accumulation_steps=40: must be 0 or 5: total_batch_size = 480 / (12 × 8 devices)')])
+     '--gradient_accumulation_steps=40: must be 0 or 5: total_batch_size = 480 / (12 × 8 devices); '
+     'for 40 × 12 sequences on each set total_batch_size = 3840')])
 def test_batch_sizes_that_do_not_fit(ranks, settings, message):
     flags = [f'--{key}={value}' for key, value in settings.items()]
     assert message in rejection(train.resolve, flags, ranks)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import INJECT, ROOT, command, finish, iterations
+from conftest import INJECT, ROOT, command, finish, iterations, rejection
 
 from runtime import device, speed
 from runtime.device import device_defaults
@@ -90,6 +90,14 @@ def test_peak_flops_are_those_of_the_variant(monkeypatch, name, peak):
     assert device.peak_flops(torch.device('cuda')) == peak
     peaks, memory = zip(*filter(None, device.GPUS.values()))  # in whole TFLOP/s, of sizes that are on sale
     assert not any(peak % 1e12 for peak in peaks) and {*memory} == {16, 24, 32, 40, 48, 80, 94, 141, 180}
+
+
+@pytest.mark.parametrize('gpus, advice', [(0, 'set --device=cpu'), (
+    4, '4 GPUs are visible; set --device=cuda or cpu, and --nproc_per_node to at most 4')])
+def test_a_device_that_does_not_work(monkeypatch, gpus, advice):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
+    message = rejection(device.check_device, 'gpu')
+    assert message.startswith('--device=gpu: ') and message.endswith(f'; {advice}')
 
 
 def test_the_mapped_corpus_does_not_count_as_memory(monkeypatch):

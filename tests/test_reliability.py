@@ -215,6 +215,8 @@ def test_errors_are_one_line_and_overwrite_nothing(copy, tmp_path):
             (copy, ['--auto_resume=True', f'--dataset={other}'], '(train, val.bin differs)'),
             (tmp_path / 'file/out', [], f'{tmp_path}/file/out: Not a directory')]:
         assert words in rejection(program.main, command(directory, *flags)[1:])
+    for flag in '--init_from=resume', '--eval_only=True':
+        assert f'{copy}: was started by "python' in rejection(program.main, [f'--out_dir={copy}', flag])
     assert content(tmp_path) == before
     program.main(command(copy, '--init_from=resume', f'--dataset={other}', '--ignore_data_change=True',
                          '--max_iters=12')[1:])

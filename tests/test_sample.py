@@ -96,6 +96,7 @@ def test_script(tmp_path, capsys):
     assert run(capsys, out, '--start=abc') == run(capsys, out / 'ckpt_00000005.pt', '--start=abc') == first
     assert run(capsys, out, '--start=abc', '--seed=2') != first
     assert run(capsys, out, '--start=abc', '--temperature=0.8', '--top_k=200', '--top_p=1') == first  # the defaults
+    assert run(capsys, out, '--start=abc', '--top_p=0') == first
     assert run(capsys, out, '--start=abc', '--temperature=0').count('\n---------------\n') == 1
     (tmp_path / 'prompt.txt').write_bytes('\ufeffone\r\ntwo\n'.encode())
     assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\r\ntwo\n')  # as prepare reads

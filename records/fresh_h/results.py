@@ -7,14 +7,13 @@
 
 import sys
 from pathlib import Path
-from statistics import mean
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from analysis.figures import figure, styles
 from analysis.runs import find_runs
 from analysis.significance import difference, holm
-from records.studies import SEARCH_SEED, interval, losses, markdown, part_of, show_results, texts
+from records.studies import SEARCH_SEED, losses, markdown, part_of, show_results, texts
 
 SECOND_SEED = 1336  # decided in part B between the two best
 # Arm → optimizer, β2 and parts of an estimate.
@@ -66,26 +65,9 @@ def planned_tests(runs):
                     **difference(fresh(arms_of(runs, 'C')['Sophia-H']), sign)}]
 
 
-def fixed_batch(runs):
-    """Return a row of texts for each arm of part B: the chosen settings, the training loss with each fresh seed, and
-    the mean difference to sign momentum with its 95 % interval."""
-    rows, sign = [], None
-    for arm, trials in arms_of(runs, 'B').items():
-        twice = {trial: seeds for trial, seeds in trials.items() if SECOND_SEED in seeds}
-        gamma, lr = min(twice, key=lambda trial: sum(
-            twice[trial][seed].final('train/loss') for seed in (SEARCH_SEED, SECOND_SEED)))
-        mine = {seed: run.final('train/loss') for seed, run in sorted(twice[gamma, lr].items()) if seed > SEARCH_SEED}
-        found = [*mine.values()]
-        sign = sign or found  # the first arm
-        rows.append({'arm': arm, 'γ': f'{gamma:g}' if gamma else '', 'learning rate': f'{lr:g}',
-                     **{f'seed {seed}': f'{loss:.3f}' for seed, loss in mine.items()}, 'mean': f'{mean(found):.3f}',
-                     'minus sign momentum, 95 %': '' if found is sign else interval(difference(found, sign))})
-    return rows
-
-
 def tables(runs):
-    """Return the tables as Markdown: the fresh seeds of part B, and the planned tests."""
-    return [markdown(rows) for rows in (fixed_batch(runs), texts(planned_tests(runs)))]
+    """Return the table of the planned tests as Markdown."""
+    return [markdown(texts(planned_tests(runs)))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
