@@ -70,21 +70,23 @@ def planned_tests(arms, pairs=TESTS):
 
 
 def arm_table(arms):
-    """Return a row of texts for each arm: what its search has chosen, and its losses."""
+    """Return a row of texts for each arm with fresh seeds: what its search has chosen, and their losses."""
     rows = []
     for arm, trials in arms.items():
         tuned, rate, twice = best = best_of(trials)
         searched, mine = trials[best][SEARCH_SEED], fresh(trials)
+        if not mine:  # its search has not ended
+            continue
         rows.append({'arm': f'`{arm}`', 'runs': f'{sum(map(len, trials.values()))}', 'tuned': f'{tuned:g}',
                      'lr': f'{rate:g}', 'λ': 'twice' if twice else '',
                      'unclipped': percent(searched.last('update_unclipped')),
                      'search': f'{searched.final_loss:.4f}',
-                     'fresh seeds': f'{mean_sd(*mean_and_sd(mine))} ({len(mine)})' if mine else ''})
+                     'fresh seeds': f'{mean_sd(*mean_and_sd(mine))} ({len(mine)})'})
     return rows
 
 
 def tables(arms):
-    """Return the tables as Markdown: the planned tests, those on the data's labels once one is finished, the arms."""
+    """Return the tables as Markdown: the planned tests, those on the true labels once one is finished, the arms."""
     tests = [texts(planned_tests(arms, pairs)) for pairs in (TESTS, DATA_TESTS)]
     return [markdown(rows) for rows in (*tests, arm_table(arms)) if rows]
 
