@@ -205,9 +205,6 @@ def show(trials):
     print_table(sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss']))
     for note in notes_on([run for runs in groups.values() for run in runs if run]):
         print(f'note: {note}')
-    here = {path.parent.resolve() for trial in trials for path in trial.out_dir.parent.glob('*/config.json')}
-    if others := len(here - {trial.out_dir.resolve() for trial in trials}):
-        print(f'note: {others} other runs in this directory are not in sweep.json; scripts/speedup.py reads all')
 
 
 @one_line_errors()
@@ -233,6 +230,8 @@ def main(argv=None):
         write_json(stored, spec)
         train_all(trials, args.jobs, args.launcher)
     show(trials)
+    if others := {path.parent for path in args.out_dir.glob('*/config.json')} - {trial.out_dir for trial in trials}:
+        print(f'note: {len(others)} more runs in {args.out_dir} are not in its sweep.json; speedup.py reads all')
     left = [trial for trial in trials if not trial.ended]
     if left and not args.table:
         raise SystemExit(f'not finished: {len(left)} of {len(trials)} runs; {left[0].out_dir}: {left[0].last_line}')

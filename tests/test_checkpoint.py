@@ -252,7 +252,8 @@ def test_one_run_at_a_time_has_an_out_dir_and_none_overwrites_another(good):
             assert f'good: process {os.getpid()} on' in rejection(lambda: opened(may_resume=True))
     assert opened(read_only=True) == (None, None)
     good.unlink()
-    assert 'has no checkpoint; name the --out_dir of a run' in rejection(lambda: opened(must_resume=True))
+    with undo_at_end():
+        assert 'has no checkpoint; name the --out_dir of a run' in rejection(lambda: opened(must_resume=True))
     log = good.with_name('metrics.jsonl')
     log.write_text('{"iter": 0, "val/loss": 5.5}\n{"iter": 5, "train/loss": 4.5}\n')  # of a run that has just begun
     with undo_at_end():

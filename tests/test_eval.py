@@ -70,7 +70,7 @@ def test_bits_per_byte_are_measured_where_the_tokens_stand_for_the_text(
 def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
     chars = ''.join(map(chr, range(256)))
     other = edited(corpus, tmp_path, lambda meta: meta.update(tokenizer='char', chars=chars))
-    assert f'another tokenizer (char) than {out_dir}' in rejection(
+    assert f'its tokenizer (char) differs from that of {out_dir}' in rejection(
         eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
 
 

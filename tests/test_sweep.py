@@ -195,10 +195,10 @@ def test_a_table_of_a_received_directory_executes_nothing(tmp_path, capsys):
     (received / 'sweep.json').write_text(json.dumps(spec))
     sweep.main(['--out_dir', str(received), '--table'])
     text = capsys.readouterr().out
-    assert 'finished' in text and 'other runs' not in text and not mark.exists()
+    assert 'finished' in text and 'more runs' not in text and not mark.exists()
     fake_run(received / 'seed=2', 3.0, ['--max_iters=100'])
     sweep.main(['--out_dir', str(received), '--table'])
-    assert 'note: 1 other runs in this directory are not in sweep.json' in capsys.readouterr().out
+    assert f'note: 1 more runs in {received} are not in its sweep.json' in capsys.readouterr().out
 
 
 def test_a_table_on_a_terminal_without_its_characters(tmp_path, monkeypatch):
