@@ -150,9 +150,10 @@ def test_the_front_s_numbers_and_picture_are_of_the_records():
 def test_the_front_counts_the_runs_and_has_the_gain_of_beta2():
     runs = sum(len(path.read_text(encoding='utf-8').splitlines()) for path in (ROOT / 'records').rglob('runs.jsonl'))
     assert f'{runs:,} logged runs' in read('README.md')
-    adamw, muon, soap = (-test['difference'] for test in beta2.planned_tests(beta2.read())[:3])
-    assert f'loss of AdamW by {adamw:.2f}, of Muon by {muon:.2f} and of SOAP by {soap:.2f}' in ' '.join(
-        read('README.md').split())
+    adamw, muon, soap, *python = (f'{-test["difference"]:.2f}' for test in beta2.planned_tests(beta2.read()))
+    page = ' '.join(read('README.md').split())
+    assert f'loss of AdamW by {adamw}, of Muon by {muon} and of SOAP by {soap}' in page
+    assert f'on Python source {", ".join(python)}, not run' in page
 
 
 def test_the_results_of_the_planned_tests_are_of_the_records():
