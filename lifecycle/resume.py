@@ -52,10 +52,15 @@ def finetunes(c):
     return c.init_from not in ('scratch', 'resume')
 
 
+def needs_checkpoint(c):
+    """Return whether the run requires a checkpoint in its out_dir: to continue it, or only to evaluate it."""
+    return c.init_from == 'resume' or c.eval_only and not finetunes(c)
+
+
 def check_command(c):
-    """Exit if no data set is named, and the run that is to be continued has another one than the default."""
+    """Exit if no data set is named, and the run in out_dir that is required has another one than the default."""
     about = Path(c.out_dir) / 'config.json'
-    if 'dataset' not in c.given and (c.init_from == 'resume' or c.eval_only) and about.is_file():
+    if 'dataset' not in c.given and needs_checkpoint(c) and about.is_file():
         about = json.loads(about.read_text(encoding='utf-8'))
         if about['config'].get('dataset') != c.dataset:
             raise SystemExit(f'{c.out_dir}: was started by "{shlex.join(about["command"])}"; repeat these arguments')
@@ -68,9 +73,8 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
     unless init_from names pretrained weights. Exits if the checkpoint's model, optimizer or data set differs.
     `fingerprints`: {split: fingerprint of its data}.
     """
-    path, saved = checkpoint.open_run(
-        world, c.out_dir, must_resume=c.init_from == 'resume' or c.eval_only and not finetunes(c),
-        may_resume=c.auto_resume, read_only=c.eval_only)
+    path, saved = checkpoint.open_run(world, c.out_dir, must_resume=needs_checkpoint(c), may_resume=c.auto_resume,
+                                      read_only=c.eval_only)
     code = code_hashes()
     if path is None:
         return Origin(code, c.seed)

@@ -217,6 +217,8 @@ def test_errors_are_one_line_and_overwrite_nothing(copy, tmp_path):
         assert words in rejection(program.main, command(directory, *flags)[1:])
     for flag in '--init_from=resume', '--eval_only=True':
         assert f'{copy}: was started by "python' in rejection(program.main, [f'--out_dir={copy}', flag])
+    assert 'openwebtext' in rejection(program.main, [  # pretrained weights have nothing to do with the run in out_dir
+        f'--out_dir={copy}', '--eval_only=True', f'--init_from={copy}/best.pt'])
     assert content(tmp_path) == before
     program.main(command(copy, '--init_from=resume', f'--dataset={other}', '--ignore_data_change=True',
                          '--max_iters=12')[1:])
