@@ -15,12 +15,10 @@ from analysis.runs import find_runs
 from analysis.significance import difference, holm
 from records.studies import SEARCH_SEED, losses, markdown, part_of, show_results, texts
 
-SECOND_SEED = 1336  # decided in part B between the two best
 # Arm → optimizer, β2 and parts of an estimate.
 ARMS = {'sign momentum': ('signum', 0, 0), 'fresh': ('sophiag', 0.9, 16), 'permuted': ('gnb_permuted', 0.9, 16),
         'paper': ('sophiag', 0.99, 1), 'mean': ('gnb_mean', 0.9, 16), 'AdamW': ('adamw', 0.95, 0),
         'short memory': ('sophiag', 0.9, 1), 'parts': ('sophiag', 0.99, 16), 'Sophia-H': ('sophiah', 0.99, 0)}
-STEPS = dict(A=2400, B=150, C=9600)
 
 
 def read():
@@ -28,11 +26,10 @@ def read():
 
 
 def arms_of(runs, part):
-    """Group the runs of a part: {arm: {(γ, learning rate): {seed: run}}}, γ = 0 for arms without h. Runs of another
-    length are left out: B's first two."""
+    """Group the runs of a part: {arm: {(γ, learning rate): {seed: run}}}, γ = 0 for arms without h."""
     arms = {arm: {} for arm in ARMS}
     for run in runs:
-        if part_of(run) == part and run.max_iters == STEPS[part]:
+        if part_of(run) == part:
             arm = next(arm for arm, row in ARMS.items() if row == (run.optimizer_name, run.beta2, run.hessian_parts))
             arms[arm].setdefault((run.gamma, run.learning_rate), {})[run.seed] = run
     return {arm: trials for arm, trials in arms.items() if trials}
@@ -49,7 +46,7 @@ def search_of(trials):
 
 def fresh(trials):
     """Return the losses of the fresh seeds of an arm, at the settings that have the most of them."""
-    return max((losses(run for seed, run in seeds.items() if seed not in (SEARCH_SEED, SECOND_SEED))
+    return max((losses(run for seed, run in seeds.items() if seed != SEARCH_SEED)
                 for seeds in trials.values()), key=len)
 
 
