@@ -35,7 +35,7 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
 
 
 def data_dir(dataset):
-    """Return the directory of --dataset: the first that exists of data/DATASET and DATASET, here or beside train.py."""
+    """Return the directory of --dataset: data/DATASET or DATASET, the first that exists, here or next to train.py."""
     path, root = Path(expanded(str(dataset), '--dataset=')), Path(__file__).resolve().parents[1]
     found = [place for place in ('data' / path, path, root / 'data' / path, root / path) if is_dir(place)]
     return found[0] if found else path if len(path.parts) > 1 else 'data' / path

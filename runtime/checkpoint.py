@@ -190,12 +190,12 @@ def claim(out_dir, must_resume, may_resume, read_only):
         put_in_place(out_dir)
         for left_by_a_kill in out_dir.glob(f'ckpt_{"[0-9]" * 8}*.partial'):
             remove(left_by_a_kill)
-    exist = checkpoints(out_dir)
-    if exist and not (must_resume or may_resume or read_only):
+    exist, new = checkpoints(out_dir), not (must_resume or may_resume or read_only)
+    if new and exist:
         raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run with '
                          '--auto_resume=True, or choose another --out_dir')
     log = out_dir / 'metrics.jsonl'  # with one validation loss the run has just begun
-    if not (must_resume or may_resume or read_only) and log.is_file() and log.read_text().count('"val/loss"') > 1:
+    if new and log.is_file() and log.read_text().count('"val/loss"') > 1:
         raise SystemExit(f'{out_dir}: holds the metrics of a run without checkpoints, which a new run would overwrite; '
                          'remove it, or choose another --out_dir')
     if not must_resume and not (may_resume and exist):

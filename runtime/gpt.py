@@ -55,7 +55,7 @@ def with_weights(cls, config, weights):
 
 def take_weights(model, weights, rows):
     """Copy the state_dict `weights` into `model`, which may have a larger vocabulary, of which the first `rows` ids get
-    embeddings, or fewer positions. Return the names of the weights that stay. Raises RuntimeError otherwise."""
+    embeddings, or fewer positions. Return the names of weights that stay. Raises RuntimeError if they do not fit."""
     own, taken = model.state_dict(), dict(weights)
     for name in {'transformer.wte.weight', 'lm_head.weight', 'lm_head.bias'} & own.keys() & taken.keys():
         taken[name] = torch.cat([taken[name][:rows], own[name][rows:]])
